@@ -1,0 +1,46 @@
+# Every target makes .venv by itself. On Ascend: install the CPU build of torch first, see README.
+PYTHON ?= python3.11
+MODEL ?= data/tiny-base
+DATA ?= products
+DEVICE ?=
+RECIPES ?= lora_text_vision oft_vision
+VENV := .venv/bin
+STAMP := .venv/installed
+export PYTHONUNBUFFERED = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test test-long lab figures base clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
+
+install: $(STAMP)  ## make .venv and install the package into it
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "Python 3.10 or later is needed: make PYTHON=..."'
+	test -x $(VENV)/python || $(PYTHON) -m venv .venv
+	$(VENV)/python -m pip install -q -c constraints.txt -e '.[notebooks,test]'
+	touch $@
+
+run: $(STAMP)  ## the whole walk: data, base, recipes, evaluation, figures, table
+ifeq ($(DATA),elpv)
+	$(VENV)/python -m pip install -q -c constraints.txt -e '.[elpv]'
+endif
+	$(VENV)/python -m vlftlib compare --model $(MODEL) --data $(DATA) $(if $(DEVICE),--device $(DEVICE)) --recipes $(RECIPES)
+
+test: $(STAMP)  ## tests and notebooks, without the slow ones
+	$(VENV)/python -m pytest -m "not slow" --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 180 tests notebooks
+
+test-long: $(STAMP)  ## the slow tests
+	$(VENV)/python -m pytest -m slow tests
+
+lab: $(STAMP)  ## JupyterLab on the notebooks
+	$(VENV)/python -m jupyter lab notebooks
+
+figures: $(STAMP)  ## draw figures/ and README's table again from the run records in data/reference
+	$(VENV)/python -m vlftlib compare --show data/reference --readme README.md
+
+base: $(STAMP)  ## train data/tiny-base from nothing: about an hour on two cores
+	$(VENV)/python -m vlftlib.tiny_base
+
+clean:  ## remove .venv and generated data
+	rm -rf .venv data/products data/elpv data/runs
