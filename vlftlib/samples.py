@@ -6,15 +6,22 @@ products under a dim, warm lamp through a cheap, slightly unsharp camera: that i
 """
 
 import functools
+import importlib.util
 import json
 import math
+import os
 import random
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
+from sklearn.model_selection import train_test_split
 from tqdm.auto import tqdm
+
+DATA = Path(__file__).parent.parent / "data"
 
 COLOURS = {
     "red": (200, 40, 40),
@@ -30,6 +37,12 @@ DEFECTS = ("none", "scratch", "dent", "crack", "stain")
 LETTERS = "ABCDEFGH"
 SIZE = 224  # px, both sides
 BACKDROP = 245  # grey value of the catalogue's background
+
+# The shop floor: blur radius in px, brightness and the noise's standard deviation in grey values, each drawn from a range.
+BLUR, LIGHT, NOISE = (0.8, 2.0), (0.25, 0.6), (4, 14)
+# part: (pictures, seed)
+PRODUCT_PARTS = {"train": (1600, 11), "validation": (200, 12), "test": (400, 13), "catalogue": (400, 14)}
+GRADES = ("0", "1/3", "2/3", "1")  # ELPV's defect probability
 
 QUESTION = "What are the product's colour, defect and number?"
 NUMBER_QUESTION = "What is the product's number?"
@@ -120,3 +133,103 @@ def _draw_defect(image: Image.Image, defect: str, rng: random.Random, ink: tuple
             r = SIZE * rng.uniform(0.025, 0.05)
             cx, cy = x + rng.gauss(0, SIZE * 0.05), y + rng.gauss(0, SIZE * 0.03)
             pen.ellipse([cx - r, cy - r, cx + r, cy + r], fill=(110, 80, 40))
+
+
+def shop_floor(picture: Image.Image, rng: random.Random) -> Image.Image:
+    """The same product as a cheap camera sees it on the line: unsharp, dim, under a warm lamp at one side, noisy."""
+    pixels = np.asarray(picture.filter(ImageFilter.GaussianBlur(rng.uniform(*BLUR))), np.float32)
+    warmth = np.float32([1, rng.uniform(0.78, 0.88), rng.uniform(0.5, 0.65)])
+    angle, depth = rng.uniform(0, 2 * math.pi), rng.uniform(0.1, 0.3)
+    ramp = np.linspace(-1, 1, SIZE, dtype=np.float32)
+    lamp = 1 + depth * (math.cos(angle) * ramp[None, :] + math.sin(angle) * ramp[:, None])
+    pixels = pixels * rng.uniform(*LIGHT) * warmth * lamp[..., None]
+    noise = np.random.default_rng(rng.getrandbits(32)).standard_normal(pixels.shape, np.float32)
+    return Image.fromarray(np.clip(pixels + rng.uniform(*NOISE) * noise, 0, 255).astype(np.uint8))
+
+
+def make_products(folder: str | os.PathLike = DATA / "products") -> Path:
+    """Draw the product data set, once: shop-floor pictures for train, validation and test, and a catalogue test.
+
+    Writes FOLDER/{train,validation,test,catalogue}.jsonl in Qwen's form and the pictures beside them. Each part has a seed
+    of its own; the base's training has another.
+
+    Returns:
+        The folder. One that is complete is left as it is.
+    """
+    folder = Path(folder)
+    if folder.is_dir():
+        return folder
+    partial = Path(tempfile.mkdtemp(dir=_made(folder.parent), prefix=f"{folder.name}.partial-"))
+    try:
+        for name, (count, seed) in tqdm(PRODUCT_PARTS.items(), desc="drawing products"):
+            rng, rows = random.Random(seed), []
+            (partial / name).mkdir()
+            for i in range(count):
+                product = random_product(rng)
+                picture = draw_product(product, rng)
+                file = f"{name}/{i:04d}.png"
+                if name != "catalogue":
+                    picture, file = shop_floor(picture, rng), f"{name}/{i:04d}.jpg"
+                picture.save(partial / file, **({"quality": 92} if file.endswith("jpg") else {}))
+                rows.append(_row(file, QUESTION, product.answer))
+            _write_rows(partial / f"{name}.jsonl", rows)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def make_elpv(folder: str | os.PathLike = DATA / "elpv") -> Path:
+    """Turn ELPV's solar cells into examples: train and test as published (75/25), stratified by type and grade, and validation.
+
+    Writes FOLDER/{train,validation,test}.jsonl; the pictures stay in the installed package (CC BY-NC-SA 4.0) and are linked.
+    Source: Deitsch et al., Automatic classification of defective photovoltaic module cells in electroluminescence images,
+    Solar Energy 185 (2019).
+
+    Raises:
+        ModuleNotFoundError: the extra is not installed.
+    """
+    folder = Path(folder)
+    if folder.is_dir():
+        return folder
+    spec = importlib.util.find_spec("elpv_dataset")
+    if spec is None:
+        raise ModuleNotFoundError("the solar cells come with an extra: pip install -c constraints.txt -e .[elpv]")
+    source = Path(spec.origin).parent / "data"
+    rows = []
+    for line in (source / "labels.csv").read_text().split("\n"):
+        if line.strip():
+            file, probability, cell = line.split()
+            rows.append(_row(f"cells/{file}", CELL_QUESTION, f"cell: {cell}, grade: {GRADES[round(float(probability) * 3)]}"))
+    answers = [row["conversations"][1]["value"] for row in rows]
+    rest, test = train_test_split(rows, test_size=0.25, random_state=0, stratify=answers)
+    answers = [row["conversations"][1]["value"] for row in rest]
+    train, validation = train_test_split(rest, test_size=0.1, random_state=0, stratify=answers)
+    partial = Path(tempfile.mkdtemp(dir=_made(folder.parent), prefix=f"{folder.name}.partial-"))
+    try:
+        (partial / "cells").symlink_to(source, target_is_directory=True)
+        for name, part in (("train", train), ("validation", validation), ("test", test)):
+            _write_rows(partial / f"{name}.jsonl", part)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def defective(grade: str) -> bool:
+    """ELPV's two classes as published: a cell counts as defective when its defect probability is above one half."""
+    return grade in ("2/3", "1")
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _row(image: str, question: str, answer: str) -> dict:
+    turns = [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": answer}]
+    return {"image": image, "conversations": turns}
+
+
+def _write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
