@@ -55,6 +55,11 @@ def import_torch():
     return torch
 
 
+def environment() -> dict[str, str]:
+    """A copy of the process's environment variables."""
+    return dict(os.environ)
+
+
 def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 

@@ -1,0 +1,1 @@
+"""Facts about Ascend, as data, and their readers; nothing here imports torch_npu."""
