@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch.utils.data import Dataset
 
-from vlftlib.forms import Example, LoadedExamples, Rejection, RowError, load_examples, write_examples
+from vlftlib.forms import Example, RowError
 from vlftlib.images import ImageError, image_size, load_image
+from vlftlib.reading import LoadedExamples, Rejection, load_examples, write_examples
 
 __all__ = [
     "Example",
@@ -29,7 +30,7 @@ __all__ = [
 
 IGNORED = -100  # what torch's cross entropy leaves out
 # Private-use characters around turn and part, or turn and "end": no template has them, and none trims or changes them.
-MARK = re.compile("\ue000(\\d+)\\.(\\d+|end)\ue001")
+MARK = re.compile("\ue000(?P<turn>\\d+)\\.(?P<part>\\d+|end)\ue001")
 
 
 class ChatEncoder:
@@ -43,9 +44,8 @@ class ChatEncoder:
         self.tokenizer = processor.tokenizer
         self.template = processor.chat_template or self.tokenizer.chat_template
         self.image_token_id = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        special = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        self._special = special
-        self._special_pattern = re.compile("|".join(re.escape(token) for token in special))
+        self._special = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        self._pieces = re.compile("|".join([MARK.pattern, *map(re.escape, self._special)]))
         self._plans = {}
 
     def encode(self, example: Example, image_tokens: Sequence[int], prompt: bool = False) -> tuple[list[int], list[int]]:
@@ -64,8 +64,8 @@ class ChatEncoder:
         """
         messages = example.messages
         if prompt:
-            last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-            messages = messages[:last]
+            answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            messages = messages[: answers[-1]] if answers else messages
         shape = tuple((m["role"], m.get("loss", True), tuple(part["type"] for part in m["content"])) for m in messages)
         if (shape, prompt) not in self._plans:
             self._plans[shape, prompt] = self._plan(shape, prompt)
@@ -105,38 +105,39 @@ class ChatEncoder:
         expected = [part["text"] for turn in conversation for part in turn["content"] if part["type"] == "text"]
         if [mark.group() for mark in MARK.finditer(text)] != expected:
             raise ValueError("the chat template leaves out, repeats or reorders turns: it can't be trained on")
-        plan, answer_ends = [], False
-
-        def add(piece, learnt):
-            # Neighbouring texts are encoded together, as the stock processor does, but never across an answer's edges.
-            if isinstance(piece, int) or not plan or isinstance(plan[-1][0], int) or plan[-1][1] != learnt or cut:
-                plan.append((piece if isinstance(piece, int) else [piece], learnt))
-            else:
+        plan, answer_ends, owner = [], False, None
+        for piece in self._split(text):
+            if isinstance(piece, int):
+                plan.append((piece, answer_ends))  # the end token is learnt; the line end after it is not
+                answer_ends, owner = False, None
+                continue
+            turn = None
+            if not isinstance(piece, str):
+                turn, part = piece
+                role, learnt, _ = shape[turn]
+                if part is None:
+                    answer_ends = role == "assistant" and learnt
+                    continue
+                turn = turn if role == "assistant" else None
+            # Neighbouring texts are encoded together, as the stock processor does; but an answer by itself, since
+            # generation begins with fresh tokens after the template's text.
+            if plan and not isinstance(plan[-1][0], int) and turn == owner:
                 plan[-1][0].append(piece)
-
-        place, cut = 0, False
-        for mark in [*MARK.finditer(text), None]:
-            for piece in self._split(text[place : mark.start() if mark else None]):
-                add(piece, answer_ends and isinstance(piece, int))  # the end token is learnt, the line end after it is not
-                answer_ends = cut = False
-            if mark is None:
-                return plan
-            place, turn, part = mark.end(), int(mark[1]), mark[2]
-            role, learnt, _ = shape[turn]
-            answers = role == "assistant"
-            if part == "end":
-                answer_ends = answers and learnt
             else:
-                cut = answers and (part == "0" or cut)  # generation begins with fresh tokens after the template's text
-                add((turn, int(part)), answers and learnt)
-                cut = False
+                plan.append(([piece], turn is not None and learnt))
+            owner = turn
+        return plan
 
-    def _split(self, text: str) -> list[int | str]:
+    def _split(self, text: str) -> list[int | str | tuple[int, int | None]]:
+        """The template's text as special tokens' ids, texts, and marks: (turn, part), or (turn, None) at a turn's end."""
         pieces, place = [], 0
-        for token in self._special_pattern.finditer(text):
-            pieces += [text[place : token.start()], self._special[token.group()]]
-            place = token.end()
-        return [piece for piece in [*pieces, text[place:]] if piece != ""]
+        for match in self._pieces.finditer(text):
+            if match.start() > place:
+                pieces.append(text[place : match.start()])
+            turn, part = match["turn"], match["part"]
+            pieces.append(self._special[match.group()] if turn is None else (int(turn), None if part == "end" else int(part)))
+            place = match.end()
+        return pieces + [text[place:]] if place < len(text) else pieces
 
 
 class VisionLanguageDataset(Dataset):
