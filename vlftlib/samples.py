@@ -6,6 +6,7 @@ products under a dim, warm lamp through a cheap, slightly unsharp camera: that i
 """
 
 import functools
+import hashlib
 import importlib.util
 import json
 import math
@@ -13,6 +14,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,11 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from sklearn.model_selection import train_test_split
 from tqdm.auto import tqdm
+
+from vlftlib.dataset import load_examples
+from vlftlib.duplicates import split_examples
+from vlftlib.evaluation import parse_answer
+from vlftlib.forms import Example, Rejection
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -147,16 +154,16 @@ def shop_floor(picture: Image.Image, rng: random.Random) -> Image.Image:
     return Image.fromarray(np.clip(pixels + rng.uniform(*NOISE) * noise, 0, 255).astype(np.uint8))
 
 
-def make_products(folder: str | os.PathLike = DATA / "products") -> Path:
+def make_products(folder: str | os.PathLike | None = None) -> Path:
     """Draw the product data set, once: shop-floor pictures for train, validation and test, and a catalogue test.
 
-    Writes FOLDER/{train,validation,test,catalogue}.jsonl in Qwen's form and the pictures beside them. Each part has a seed
+    Writes FOLDER/{train,validation,test,catalogue}.jsonl (data/products by default) in Qwen's form and the pictures beside them. Each part has a seed
     of its own; the base's training has another.
 
     Returns:
         The folder. One that is complete is left as it is.
     """
-    folder = Path(folder)
+    folder = Path(folder or DATA / "products")
     if folder.is_dir():
         return folder
     partial = Path(tempfile.mkdtemp(dir=_made(folder.parent), prefix=f"{folder.name}.partial-"))
@@ -179,17 +186,17 @@ def make_products(folder: str | os.PathLike = DATA / "products") -> Path:
     return folder
 
 
-def make_elpv(folder: str | os.PathLike = DATA / "elpv") -> Path:
+def make_elpv(folder: str | os.PathLike | None = None) -> Path:
     """Turn ELPV's solar cells into examples: train and test as published (75/25), stratified by type and grade, and validation.
 
-    Writes FOLDER/{train,validation,test}.jsonl; the pictures stay in the installed package (CC BY-NC-SA 4.0) and are linked.
+    Writes FOLDER/{train,validation,test}.jsonl (data/elpv by default); the pictures stay in the installed package (CC BY-NC-SA 4.0) and are linked.
     Source: Deitsch et al., Automatic classification of defective photovoltaic module cells in electroluminescence images,
     Solar Energy 185 (2019).
 
     Raises:
         ModuleNotFoundError: the extra is not installed.
     """
-    folder = Path(folder)
+    folder = Path(folder or DATA / "elpv")
     if folder.is_dir():
         return folder
     spec = importlib.util.find_spec("elpv_dataset")
@@ -216,9 +223,80 @@ def make_elpv(folder: str | os.PathLike = DATA / "elpv") -> Path:
     return folder
 
 
-def defective(grade: str) -> bool:
-    """ELPV's two classes as published: a cell counts as defective when its defect probability is above one half."""
-    return grade in ("2/3", "1")
+def two_class_accuracy(answers: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """ELPV's published measure over (expected, given) answers: is the defect probability above one half?
+
+    Returns:
+        The accuracy, and that of always answering with the larger class.
+    """
+
+    def defective(text: str) -> bool | None:
+        grade = (parse_answer(text) or {}).get("grade")
+        return GRADES.index(grade) >= 2 if grade in GRADES else None
+
+    pairs = [(defective(expected), defective(given)) for expected, given in answers]
+    share = sum(expected for expected, _ in pairs) / len(pairs)
+    return {
+        "two_class_accuracy": sum(expected == given for expected, given in pairs) / len(pairs),
+        "majority_class": max(share, 1 - share),
+    }
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A data set as a run needs it: its parts by name ("train", "validation", "test", ...), and how its answers are measured."""
+
+    name: str
+    parts: dict[str, list[Example]]
+    rejected: tuple[Rejection, ...] = ()
+    metric: Callable[[Sequence[tuple[str, str]]], dict[str, float]] | None = None
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{len(part)} {name}" for name, part in self.parts.items())
+        return f"Splits({self.name}: {counts}; {len(self.rejected)} rejected)"
+
+    def describe(self) -> dict:
+        """For a run record: name, counts, the question that the training part asks first, and a hash of all rows."""
+        rows = [
+            (name, [os.path.basename(image) for image in example.images], example.messages)
+            for name, part in self.parts.items()
+            for example in part
+        ]
+        first = next(iter(self.parts["train"]), None)
+        question = first and "".join(part.get("text", "") for part in first.messages[0]["content"])
+        digest = hashlib.sha256(json.dumps(rows, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        counts = {name: len(part) for name, part in self.parts.items()}
+        return dict(name=self.name, counts=counts, rejected=len(self.rejected), question=question, hash=digest.hexdigest()[:16])
+
+
+def load_splits(data: str | os.PathLike, root: str | os.PathLike | None = None) -> Splits:
+    """Open a data set: "products" or "elpv" (made where they aren't there yet), a folder, or a file.
+
+    A folder has train.jsonl, validation.jsonl and test.jsonl; a file of examples is split 80/10/10 by each row's content.
+
+    Raises:
+        FileNotFoundError: no such file, or the folder lacks one.
+        ValueError: a part has no example; the message counts what was rejected.
+    """
+    made = {"products": make_products, "elpv": make_elpv}.get(str(data))
+    folder = Path(data) if made is None else made()
+    if folder.is_dir():
+        names = ["train", "validation", "test"] + ["catalogue"] * (made is make_products)
+        # ELPV's pictures stay in their package, which the folder links to.
+        loaded = {name: load_examples(folder / f"{name}.jsonl", root, outside=made is make_elpv) for name in names}
+        parts = {name: part.examples for name, part in loaded.items()}
+        rejected = [rejection for part in loaded.values() for rejection in part.rejected]
+    else:
+        read = load_examples(data, root)
+        train, rest = split_examples(read.examples, share=0.8)
+        validation, test = split_examples(rest, share=0.5, seed=1)
+        parts, rejected = {"train": train, "validation": validation, "test": test}, read.rejected
+    empty = [name for name, part in parts.items() if not part]
+    if empty:
+        first = f"; the first: {rejected[0]}" if rejected else ""
+        found = sum(map(len, parts.values()))
+        raise ValueError(f"{data}: no example for {', '.join(empty)} ({found} found, {len(rejected)} rejected{first})")
+    return Splits(str(data), parts, tuple(rejected), two_class_accuracy if made is make_elpv else None)
 
 
 def _made(folder: Path) -> Path:

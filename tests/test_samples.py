@@ -1,0 +1,107 @@
+import json
+import random
+
+import numpy as np
+import pytest
+
+from vlftlib import samples
+from vlftlib.evaluation import parse_answer
+from vlftlib.samples import COLOURS, DEFECTS, Product, draw_product, make_products, random_product, shop_floor, two_class_accuracy
+
+
+@pytest.fixture(scope="module")
+def products(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "PRODUCT_PARTS", {"train": (6, 1), "validation": (3, 2), "test": (3, 3), "catalogue": (3, 4)})
+        patch.setattr(samples, "DATA", tmp_path_factory.mktemp("data"))
+        yield make_products(samples.DATA / "products")
+
+
+def test_a_picture_hangs_on_the_seed_alone():
+    first, second = (np.asarray(shop_floor(draw_product(Product("red", "dent", "A01"), r), r)) for r in map(random.Random, (7, 7)))
+    other = np.asarray(draw_product(Product("red", "dent", "A01"), random.Random(8)))
+    assert first.shape == (224, 224, 3) and (first == second).all() and (first != other).any()
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_the_colour_is_on_the_body(colour):
+    picture = np.asarray(draw_product(Product(colour, "none", "B20"), random.Random(0), pose=0), float)
+    body = picture[110:130, 60:160].mean((0, 1))  # between the number and the defect's place
+    distances = {name: np.abs(body - value).sum() for name, value in COLOURS.items()}
+    assert min(distances, key=distances.get) == colour
+
+
+@pytest.mark.parametrize("defect", DEFECTS[1:])
+def test_a_defect_changes_its_place_and_nothing_else(defect):
+    clean, marred = (np.asarray(draw_product(Product("blue", d, "C33"), random.Random(1), pose=0), int) for d in ("none", defect))
+    changed = np.abs(clean - marred).sum(-1) > 30
+    assert changed.sum() > 150 and not changed[:110].any()
+
+
+def test_the_shop_floor_is_dimmer_warmer_and_noisier():
+    clean = np.asarray(draw_product(Product("white", "none", "C33"), random.Random(1)), float)
+    floor = np.asarray(shop_floor(draw_product(Product("white", "none", "C33"), random.Random(1)), random.Random(2)), float)
+    assert floor.mean() < 0.7 * clean.mean()
+    assert floor[..., 2].mean() < 0.8 * floor[..., 0].mean()
+    assert np.diff(floor[100:160, 60:160], axis=1).std() > 3 * np.diff(clean[100:160, 60:160], axis=1).std()
+
+
+def test_answers_parse():
+    for _ in range(20):
+        product = random_product(random.Random())
+        assert parse_answer(product.answer) == vars(product)
+
+
+def test_products_are_made_once_and_whole(products):
+    assert make_products(products) == products
+    rows = {path.stem: path.read_text().count("\n") for path in products.glob("*.jsonl")}
+    assert rows == {"train": 6, "validation": 3, "test": 3, "catalogue": 3}
+    assert not list(products.parent.glob("*partial*"))
+
+
+def test_an_interrupted_making_leaves_nothing(tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(samples, "shop_floor", stop)
+    with pytest.raises(KeyboardInterrupt):
+        make_products(tmp_path / "products")
+    assert not list(tmp_path.iterdir())
+
+
+def test_splits_of_a_folder(products):
+    splits = samples.load_splits("products")
+    assert repr(splits) == "Splits(products: 6 train, 3 validation, 3 test, 3 catalogue; 0 rejected)"
+    description = splits.describe()
+    assert description["question"] == samples.QUESTION and description["rejected"] == 0
+    assert description["hash"] == samples.load_splits("products").describe()["hash"]
+    same = samples.load_splits(products)
+    assert set(same.parts) == {"train", "validation", "test"} and same.parts["test"] == splits.parts["test"]
+
+
+def test_splits_of_a_file(products, tmp_path):
+    row = json.loads((products / "train.jsonl").read_text().splitlines()[0])
+    row["image"] = str(products / row["image"])
+    answer = row["conversations"][1]
+    rows = [row | {"conversations": [{"from": "human", "value": f"<image>{i}"}, answer]} for i in range(60)]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + '\n{"image": "missing.png", "conversations": []}\n')
+    splits = samples.load_splits(path, root="/")
+    counts = {name: len(part) for name, part in splits.parts.items()}
+    assert sum(counts.values()) == 60 and counts["train"] > 35 and len(splits.rejected) == 1
+
+
+def test_nothing_to_open(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"no example for train, validation, test \(0 found, 0 rejected\)"):
+        samples.load_splits(tmp_path / "empty.jsonl")
+    with pytest.raises(FileNotFoundError):
+        samples.load_splits(tmp_path / "missing.jsonl")
+    with pytest.raises(FileNotFoundError, match="train.jsonl"):
+        samples.load_splits(tmp_path)
+
+
+def test_two_classes():
+    answers = [("cell: mono, grade: 1", "cell: mono, grade: 2/3"), ("cell: mono, grade: 0", "cell: poly, grade: 1")]
+    answers += [("cell: poly, grade: 1/3", "nothing"), ("cell: poly, grade: 0", "cell: poly, grade: 1/3")]
+    assert two_class_accuracy(answers) == {"two_class_accuracy": 0.5, "majority_class": 0.75}

@@ -1,0 +1,315 @@
+"""The command line: python -m vlftlib COMMAND; every command says what it takes with --help."""
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from vlftlib.devices import PRECISIONS
+
+ROOT = Path(__file__).parent.parent
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+
+
+def train(arguments) -> int:
+    from vlftlib.devices import get_device, platform_policy
+    from vlftlib.models import load_model, load_processor
+    from vlftlib.samples import load_splits
+    from vlftlib.trainer import TrainConfig
+    from vlftlib.trainer import train as run_training
+
+    recipe = _recipe(arguments)
+    device = get_device(arguments.device)
+    policy = platform_policy(device, recipe.precision)
+    splits = load_splits(arguments.data, arguments.root)
+    _report_rejected(splits)
+    model = load_model(arguments.model, dtype=policy.dtype, device=device, attention=_attention(arguments, policy))
+    processor = load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels)
+    record = run_training(
+        model,
+        processor,
+        recipe,
+        splits.parts["train"],
+        arguments.output,
+        evaluate_on={name: splits.parts[name] for name in ("validation", "test")},
+        config=TrainConfig(max_steps=arguments.max_steps, seed=arguments.seed, save_steps=arguments.save_steps),
+        data=splits.describe(),
+        metric=splits.metric,
+        resume=arguments.resume,
+    )
+    print(f"{record.name}: {record.outcome}, written to {arguments.output}")
+    return 0
+
+
+def evaluate(arguments) -> int:
+    from vlftlib.adapters import load_adapters
+    from vlftlib.devices import describe_environment, get_device, platform_policy
+    from vlftlib.evaluation import evaluate as run_evaluation
+    from vlftlib.memory import peak_memory_bytes, reset_peak_memory
+    from vlftlib.models import hash_model, load_model, load_processor
+    from vlftlib.runs import COMPLETED, FILE, RunRecord, git_state, now
+    from vlftlib.samples import load_splits
+    from vlftlib.trainer import ANSWERS, write_answers
+
+    if (arguments.output / FILE).exists():
+        raise FileExistsError(f"{arguments.output} holds a run already: choose another folder")
+    device = get_device(arguments.device)
+    policy = platform_policy(device)
+    splits = load_splits(arguments.data, arguments.root)
+    _report_rejected(splits)
+    model = load_model(arguments.model, dtype=policy.dtype, device=device, attention=_attention(arguments, policy))
+    processor = load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels)
+    setup = dict(
+        recipe=None,
+        model=dict(name=str(arguments.model), hash=hash_model(model), adapters=arguments.adapters and str(arguments.adapters)),
+        data=splits.describe(),
+        policy=policy.as_dict(),
+        environment=describe_environment(device),
+        git=git_state(),
+        started=now(),
+    )
+    if arguments.adapters:
+        load_adapters(model, arguments.adapters)
+    names = arguments.splits or [name for name in ("validation", "test", "catalogue") if name in splits.parts]
+    unknown = [name for name in names if name not in splits.parts]
+    if unknown:
+        raise ValueError(f"data {arguments.data} has no split {unknown[0]!r}: it has {', '.join(splits.parts)}")
+    began = time.perf_counter()
+    reset_peak_memory(device)
+    done = [
+        run_evaluation(model, processor, splits.parts[name], split=name, metric=splits.metric, batch_size=arguments.batch_size)
+        for name in names
+    ]
+    measured = dict(peak_memory_bytes=peak_memory_bytes(device), total_parameters=sum(p.numel() for p in model.parameters()))
+    measured["duration_s"] = time.perf_counter() - began
+    write_answers(done, arguments.output / ANSWERS)
+    name = arguments.adapters.resolve().parent.name if arguments.adapters else "base"
+    RunRecord(name, COMPLETED, setup, measured, evaluations=tuple(e.as_dict() for e in done)).save(arguments.output)
+    for evaluation in done:
+        print(f"{evaluation}, {evaluation.unparsable} unparsable")
+    return 0
+
+
+def predict(arguments) -> int:
+    from vlftlib.adapters import load_adapters
+    from vlftlib.devices import get_device, platform_policy
+    from vlftlib.evaluation import ask
+    from vlftlib.images import ImageError
+    from vlftlib.models import load_model, load_processor
+
+    pictures = []
+    for path in arguments.pictures:
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix.lower() in PICTURES)
+            if not found:
+                raise FileNotFoundError(f"{path}: no picture ({', '.join(PICTURES)}) in this folder")
+            pictures += found
+        else:
+            pictures.append(path)
+    question = arguments.question or _trained_question(arguments.adapters)
+    device = get_device(arguments.device)
+    policy = platform_policy(device)
+    model = load_model(arguments.model, dtype=policy.dtype, device=device, attention=_attention(arguments, policy))
+    if arguments.adapters:
+        load_adapters(model, arguments.adapters)
+    processor = load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels)
+    failed = 0
+    for start in range(0, len(pictures), arguments.batch_size):
+        for path, answer in ask(model, processor, pictures[start : start + arguments.batch_size], question):
+            if isinstance(answer, ImageError):
+                failed += 1
+                print(f"{path}: {answer}", file=sys.stderr)
+            elif arguments.json:
+                print(json.dumps({"image": str(path), "question": question, "answer": answer}, ensure_ascii=False), flush=True)
+            else:
+                print(answer if len(pictures) == 1 else f"{path}: {answer}", flush=True)
+    return 1 if failed else 0
+
+
+def compare(arguments) -> int:
+    from vlftlib.figures import FIGURES, cost_figure, history_figure, quality_figure, reported_figure, save_figure
+    from vlftlib.runs import load_runs
+    from vlftlib.tables import comparison_table, format_table, published_table, write_readme
+
+    folder = arguments.show
+    if folder is None:
+        # Checked now, so that a wrong word is found before the first minutes are spent.
+        for name in arguments.recipes:
+            arguments.recipe = name
+            _recipe(arguments)
+        folder = _free_folder(arguments.output or ROOT / "data" / "runs" / Path(arguments.data).stem)
+        shared = ["--model", str(arguments.model), "--data", str(arguments.data)]
+        for flag in ("device", "root", "min_pixels", "max_pixels", "attention"):
+            if getattr(arguments, flag) is not None:
+                shared += [f"--{flag.replace('_', '-')}", str(getattr(arguments, flag))]
+        training = [f"--set={pair}" for pair in arguments.set] + ["--seed", str(arguments.seed)]
+        training += ["--max-steps", str(arguments.max_steps)] if arguments.max_steps else []
+        # A process a run: no run's memory or random numbers hang on those before it.
+        _run("evaluate", *shared, "--output", str(folder / "base"))
+        for name in arguments.recipes:
+            _run("train", "--recipe", name, *shared, *training, "--output", str(folder / name))
+    runs = sorted(load_runs(folder), key=lambda run: run.name != "base")
+    text = format_table(comparison_table(runs))
+    figures = {"quality": quality_figure(runs), "reported": reported_figure()}
+    if any(run.history for run in runs):
+        figures |= {"history": history_figure(runs), "cost": cost_figure(runs)}
+    target = FIGURES if arguments.show and arguments.readme else folder / "figures"
+    for name, figure in figures.items():
+        save_figure(figure, name, target)
+    if arguments.readme:
+        write_readme(text, arguments.readme)
+    print("\n".join(part for part in (text, published_table(runs), f"records in {folder}, figures in {target}") if part))
+    return 0
+
+
+def doctor(arguments) -> int:
+    from vlftlib.doctor import diagnose
+
+    found = diagnose()
+    print(found.to_json() if arguments.json else found)
+    return 1 if found.faults else 0
+
+
+def _recipe(arguments):
+    from vlftlib.models import TINY_BASE
+    from vlftlib.recipes import TINY_BASE_OVERRIDES, get_recipe
+
+    overrides = {}
+    if Path(arguments.model).resolve() == TINY_BASE.resolve():
+        overrides |= TINY_BASE_OVERRIDES.get(arguments.recipe, {})
+    for pair in arguments.set:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--set {pair!r}: write key=value, as learning_rate=1e-4")
+        try:
+            overrides[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            overrides[key] = value  # a bare word
+    if getattr(arguments, "precision", None):
+        overrides["precision"] = arguments.precision
+    return get_recipe(arguments.recipe, **overrides)
+
+
+def _attention(arguments, policy) -> str:
+    attention = arguments.attention or policy.attention
+    return "eager" if attention == "auto" else attention
+
+
+def _report_rejected(splits) -> None:
+    for rejection in splits.rejected[:5]:
+        print(f"rejected: {rejection}", file=sys.stderr)
+    if len(splits.rejected) > 5:
+        print(f"rejected: {len(splits.rejected)} rows in all", file=sys.stderr)
+
+
+def _trained_question(adapters: Path | None) -> str:
+    """The question that a run was trained on, from the record beside its adapters; the products' without one."""
+    from vlftlib.runs import FILE, load_run
+    from vlftlib.samples import QUESTION
+
+    if adapters is None or not (adapters.resolve().parent / FILE).exists():
+        return QUESTION
+    return load_run(adapters.resolve().parent).setup["data"]["question"]
+
+
+def _free_folder(folder: Path) -> Path:
+    """The folder, or its first unused sibling with a number: earlier results stay."""
+    free, number = folder, 2
+    while free.exists():
+        free, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+    if free != folder:
+        print(f"{folder} holds earlier runs: these go to {free}")
+    return free
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "vlftlib", *words])
+    if done.returncode:
+        raise SystemExit(done.returncode)  # that process has said why
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m vlftlib", description=__doc__)
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(function, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(function.__name__, help=text, description=text)
+        command.set_defaults(function=function)
+        return command
+
+    def add_model(command) -> None:
+        command.add_argument("--model", default=ROOT / "data" / "tiny-base", help="folder or hub name of a Qwen2.5-VL")
+        command.add_argument("--device", help="npu, cuda or cpu, also npu:1; the first there is by default")
+        command.add_argument("--attention", choices=("auto", "eager", "sdpa", "flash_attention_2"), help="the platform's by default")
+        command.add_argument("--min-pixels", type=int, help="smaller pictures are enlarged to this many; the model's by default")
+        command.add_argument("--max-pixels", type=int, help="larger pictures are shrunk to this many; the model's by default")
+
+    def add_data(command) -> None:
+        command.add_argument("--data", default="products", help="products, elpv, or a file of examples")
+        command.add_argument("--root", type=Path, help="image paths are relative to this folder; the file's own by default")
+
+    def add_training(command) -> None:
+        command.add_argument("--max-steps", type=int, help="optimizer steps; the recipe's epochs by default")
+        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the recipe")
+
+    command = add(train, "fine-tune by a recipe")
+    add_model(command)
+    add_data(command)
+    add_training(command)
+    command.add_argument("--recipe", required=True)
+    command.add_argument("--precision", choices=PRECISIONS, help="the platform's by default")
+    command.add_argument("--output", type=Path, required=True, help="a new folder for adapters, checkpoints and run.json")
+    command.add_argument("--save-steps", type=int, default=200, help="optimizer steps between checkpoints")
+    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output, or start")
+
+    command = add(evaluate, "answer a data set and compare with its answers")
+    add_model(command)
+    add_data(command)
+    command.add_argument("--adapters", type=Path, help="a run's adapters folder; the base alone by default")
+    command.add_argument("--splits", nargs="+", help="validation, test and what else there is by default")
+    command.add_argument("--batch-size", type=int, default=16)
+    command.add_argument("--output", type=Path, required=True, help="a new folder for run.json and answers.jsonl")
+
+    command = add(predict, "answer a question about pictures")
+    add_model(command)
+    command.add_argument("--adapters", type=Path, help="a run's adapters folder; the base alone by default")
+    command.add_argument("--question", help="what the adapters were trained on by default, or the products' question")
+    command.add_argument("--batch-size", type=int, default=16)
+    command.add_argument("--json", action="store_true", help="JSON lines")
+    command.add_argument("pictures", type=Path, nargs="+", help="pictures, or folders of them")
+
+    command = add(compare, "evaluate the base, train recipes, evaluate them, draw figures and print one table")
+    add_model(command)
+    add_data(command)
+    add_training(command)
+    command.add_argument("--recipes", nargs="+", default=["lora_text_vision", "oft_vision"])
+    command.add_argument("--output", type=Path, help="data/runs/DATA by default, with a number where that is used")
+    command.add_argument("--show", type=Path, metavar="FOLDER", help="only show the runs that are in a folder")
+    command.add_argument("--readme", type=Path, help="with --show: write the table into this file and figures/ again")
+
+    command = add(doctor, "say what is installed, whether it fits together, and whether the device computes")
+    command.add_argument("--json", action="store_true")
+    return parser
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(words)
+    try:
+        return arguments.function(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
+        if arguments.traceback:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

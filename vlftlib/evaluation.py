@@ -1,0 +1,183 @@
+"""Answers by batched generation, and what they are worth: accuracy, macro F1 per attribute, images per second.
+
+An answer's *attributes* are its "key: value" pairs, separated by commas, semicolons or lines, or a JSON object. A picture
+counts as right when all attributes of the expected answer are right; an expected answer without attributes is compared as
+text. An answer that doesn't parse, or lacks an attribute, is wrong there, and is counted.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from sklearn.metrics import f1_score
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
+from vlftlib.forms import Example
+from vlftlib.images import ImageError, load_image
+
+UNPARSABLE = "(unparsable)"  # as a predicted value; the brackets keep it from meeting a real one
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """One attribute over a split: accuracy, F1 averaged over the classes that occur in the expected answers, their number."""
+
+    accuracy: float
+    macro_f1: float
+    classes: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result on one split; `answers` holds one (expected, given) pair an example."""
+
+    split: str
+    accuracy: float
+    attributes: dict[str, Attribute]
+    unparsable: int
+    images_per_second: float
+    answers: tuple[tuple[str, str], ...]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        parts = [f"{name} {attribute.accuracy:.1%}" for name, attribute in self.attributes.items()]
+        return f"Evaluation({self.split}, {len(self.answers)} examples, accuracy {self.accuracy:.1%}, {', '.join(parts)})"
+
+    def as_dict(self, step: int | None = None) -> dict:
+        """For a run record; the answers are kept beside it."""
+        attributes = {name: vars(attribute).copy() for name, attribute in self.attributes.items()}
+        return dict(
+            split=self.split,
+            step=step,
+            examples=len(self.answers),
+            accuracy=self.accuracy,
+            attributes=attributes,
+            unparsable=self.unparsable,
+            images_per_second=self.images_per_second,
+            metrics=self.metrics,
+        )
+
+
+def parse_answer(text: str) -> dict[str, str] | None:
+    """The attributes of an answer, or None where it isn't made of them."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError:
+        pairs = [part.split(":", 1) for part in re.split(r"[,;\n]", text.strip())]
+        if any(len(pair) < 2 or not pair[0].strip() for pair in pairs):
+            return None
+        return {key.strip(): value.strip() for key, value in pairs}
+    return {str(key): str(value) for key, value in content.items()} if isinstance(content, dict) else None
+
+
+@torch.no_grad()
+def predict(
+    model: torch.nn.Module,
+    processor,
+    examples: Sequence[Example],
+    *,
+    batch_size: int = 16,
+    max_new_tokens: int = 64,
+    progress: str | None = None,
+) -> list[str]:
+    """The model's answers to the last user turn of each example, by greedy decoding.
+
+    Args:
+        model: on its device; left in the mode that it had.
+        processor: from `load_processor`.
+        examples: a last assistant turn is left out of the prompt.
+        batch_size: prompts a batch, padded on the left; the answers don't depend on it.
+        max_new_tokens: an answer is cut there.
+        progress: what the progress bar is called; None shows none.
+    """
+    batches = DataLoader(
+        VisionLanguageDataset(examples, processor, prompts=True),
+        batch_size=batch_size,
+        collate_fn=VisionLanguageCollator(processor, padding_side="left"),
+    )
+    mode, answers = model.training, []
+    model.eval()
+    with tqdm(total=len(examples), desc=progress, unit="image", disable=progress is None) as bar:
+        for inputs in batches:
+            inputs = {key: value.to(model.device) for key, value in inputs.items()}
+            greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
+            tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, **greedy)
+            answers += processor.tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            bar.update(len(tokens))
+    model.train(mode)
+    return answers
+
+
+def ask(
+    model: torch.nn.Module, processor, pictures: Sequence[str | os.PathLike], question: str, **options
+) -> list[tuple[str | os.PathLike, str | ImageError]]:
+    """One question about each picture; `options` go to `predict`.
+
+    Returns:
+        A picture and its answer, in order; in the answer's place an `ImageError` where the picture can't be read.
+    """
+    examples, results = [], []
+    for picture in pictures:
+        try:
+            load_image(picture)
+        except ImageError as error:
+            results.append((picture, error))
+            continue
+        content = [{"type": "image"}, {"type": "text", "text": question}]
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": []}]
+        examples.append(Example((os.fspath(picture),), turns, os.fspath(picture), 0))
+        results.append((picture, None))
+    answers = iter(predict(model, processor, examples, **options)) if examples else iter(())
+    return [(picture, next(answers) if result is None else result) for picture, result in results]
+
+
+def evaluate(
+    model: torch.nn.Module, processor, examples: Sequence[Example], *, split: str = "test", metric=None, **options
+) -> Evaluation:
+    """Answer every example and compare; `options` go to `predict`.
+
+    Args:
+        model, processor, examples: see `predict`.
+        split: what the examples are called.
+        metric: a data set's own measure: a function of the (expected, given) answers that returns values by name.
+
+    Raises:
+        ValueError: there is no example, or one has no answer to compare with.
+    """
+    if not examples:
+        raise ValueError(f"split {split!r}: no example to evaluate on")
+    began = time.perf_counter()
+    given = predict(model, processor, examples, progress=f"evaluating {split}", **options)
+    elapsed = time.perf_counter() - began
+    result = score([example.answer for example in examples], given, split=split, images_per_second=len(examples) / elapsed)
+    return result if metric is None else replace(result, metrics=metric(result.answers))
+
+
+def score(expected: Sequence[str], given: Sequence[str], *, split: str, images_per_second: float = 0.0) -> Evaluation:
+    """Compare answers with the expected ones; both in the examples' order."""
+    wanted = [parse_answer(text) for text in expected]
+    found = [parse_answer(text) for text in given]
+    names = list(dict.fromkeys(name for pairs in wanted if pairs for name in pairs))
+    right, unparsable, attributes = [], 0, {}
+    for text, answer, pairs, own in zip(expected, given, wanted, found, strict=True):
+        if pairs is None:
+            right.append(answer.strip() == text.strip())
+        else:
+            right.append(own is not None and all(own.get(name) == value for name, value in pairs.items()))
+            unparsable += own is None or any(name not in own for name in pairs)
+    for name in names:
+        values = [(pairs[name], (own or {}).get(name, UNPARSABLE)) for pairs, own in zip(wanted, found) if pairs and name in pairs]
+        true, predicted = zip(*values)
+        classes = sorted(set(true))
+        attributes[name] = Attribute(
+            accuracy=sum(a == b for a, b in values) / len(values),
+            macro_f1=float(f1_score(true, predicted, labels=classes, average="macro", zero_division=0)),
+            classes=len(classes),
+        )
+    return Evaluation(split, sum(right) / len(right), attributes, unparsable, images_per_second, tuple(zip(expected, given)))

@@ -1,0 +1,128 @@
+"""Figures from run records alone; what others reported has hatched bars and stands in a panel of its own."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+
+from vlftlib.runs import RunRecord
+from vlftlib.tables import MANY_CLASSES, REPORTED, comparison_table
+
+FIGURES = Path(__file__).parent.parent / "figures"
+GREY = "0.35"
+
+
+def _palette(names: Sequence[str]) -> dict:
+    return dict(zip(names, sns.color_palette("colorblind", max(len(names), 3))))
+
+
+def _where(runs: Sequence[RunRecord]) -> str:
+    """On what the runs were measured, for a title."""
+    places = {(run.setup["environment"]["device"], run.setup["environment"]["device_name"]) for run in runs}
+    return "; ".join(sorted(f"{device}: {name}" for device, name in places))
+
+
+def quality_figure(runs: Sequence[RunRecord], split: str = "test") -> Figure:
+    """Accuracy and every attribute by run, in %, with 95 % intervals for the accuracies (Wilson)."""
+    rows = []
+    for run in runs:
+        evaluation = run.evaluation(split)
+        if evaluation is None:
+            continue
+        values = {"all attributes right": evaluation["accuracy"]}
+        for name, attribute in evaluation["attributes"].items():
+            many = attribute["classes"] > MANY_CLASSES
+            values[f"{name} {'accuracy' if many else 'F1'}"] = attribute["accuracy" if many else "macro_f1"]
+        rows += [dict(run=run.name, measure=name, percent=100 * value, n=evaluation["examples"]) for name, value in values.items()]
+    data = pd.DataFrame(rows)
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    names = list(data["run"].unique())
+    sns.barplot(data, x="measure", y="percent", hue="run", palette=_palette(names), ax=axes, errorbar=None)
+    for bars in axes.containers:
+        axes.bar_label(bars, fmt="%.0f", fontsize=8, color=GREY, padding=2)
+    for bars, name in zip(axes.containers, names):
+        own = data[data["run"] == name].reset_index()
+        for bar, row in zip(bars, own.itertuples()):
+            if not row.measure.endswith("F1"):
+                low, high = wilson_interval(row.percent / 100, row.n)
+                axes.vlines(bar.get_x() + bar.get_width() / 2, 100 * low, 100 * high, color=GREY, linewidth=1)
+    axes.set(xlabel="", ylabel="%", ylim=(0, 112), yticks=range(0, 101, 20))
+    axes.set_title(f"Measured on {data['n'].iloc[0]} {split} pictures ({_where(runs)})", fontsize=10)
+    axes.legend(title="", ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)
+    sns.despine(figure)
+    return figure
+
+
+def wilson_interval(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """A 95 % interval of a share of n (Wilson, J. Am. Stat. Assoc. 22 (1927), 209)."""
+    centre, spread = share + z**2 / (2 * n), z * (share * (1 - share) / n + z**2 / (4 * n**2)) ** 0.5
+    return (centre - spread) / (1 + z**2 / n), (centre + spread) / (1 + z**2 / n)
+
+
+def history_figure(runs: Sequence[RunRecord]) -> Figure:
+    """Loss, gradient norm and learning rate by optimizer step; a line where a stage begins."""
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
+    trained = [run for run in runs if run.history]
+    for run, colour in zip(trained, _palette([run.name for run in trained]).values()):
+        history = pd.DataFrame(run.history)
+        for panel, column in zip(axes, ("loss", "grad_norm", "learning_rate")):
+            values = pd.to_numeric(history[column])
+            panel.plot(history["step"], values, color=colour, alpha=0.25 if column != "learning_rate" else 1, linewidth=0.8)
+            if column != "learning_rate":
+                panel.plot(history["step"], values.rolling(15, min_periods=1).median(), color=colour, label=run.name)
+    for panel, title in zip(axes, ("loss", "gradient norm before clipping", "learning rate")):
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("optimizer step")
+    axes[0].set_yscale("log")
+    axes[1].set_yscale("log")
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(f"Training, measured ({_where(trained)}); line: running median of 15 steps", fontsize=10)
+    sns.despine(figure)
+    return figure
+
+
+def cost_figure(runs: Sequence[RunRecord]) -> Figure:
+    """Seconds a step, peak memory, trainable parameters and operators a step, by run."""
+    table = comparison_table([run for run in runs if run.history])
+    columns = {"s/step": "%.3f", "peak MB": "%.0f", "trainable": "%.0f", "operators/step": "%.0f"}
+    figure, axes = plt.subplots(1, 4, figsize=(10, 2.8), layout="constrained")
+    for panel, (column, form) in zip(axes, columns.items()):
+        bars = panel.bar(table.index, table[column].astype(float), color=list(_palette(table.index).values()), width=0.6)
+        panel.bar_label(bars, fmt=form, fontsize=8, color=GREY, padding=2)
+        panel.set_title(column, fontsize=10)
+        panel.margins(y=0.15)
+        panel.tick_params(axis="x", rotation=20, labelsize=8)
+    figure.suptitle(f"Cost of training, measured ({_where(runs)})", fontsize=10)
+    sns.despine(figure)
+    return figure
+
+
+def reported_figure() -> Figure:
+    """Report A's accuracy and seconds a step, on its machines and its data: reported, not measured here."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    quality, cost = pd.read_csv(REPORTED / "quality.csv"), pd.read_csv(REPORTED / "cost.csv")
+    for panel, data, column in ((axes[0], quality, "accuracy_percent"), (axes[1], cost, "step_time_s")):
+        labels = [f"{row.method}\n{row.platform}" if isinstance(row.platform, str) else row.method for row in data.itertuples()]
+        bars = panel.bar(labels, data[column], color="white", edgecolor=GREY, hatch="///", width=0.6)
+        panel.bar_label(bars, fontsize=8, color=GREY, padding=2)
+        panel.tick_params(axis="x", labelsize=8)
+        panel.margins(y=0.12)
+    axes[0].set_title("accuracy in %", fontsize=10)
+    axes[1].set_title("seconds a step", fontsize=10)
+    figure.suptitle("Reported by Report A for its own data and machines, not measured here", fontsize=10)
+    sns.despine(figure)
+    return figure
+
+
+def save_figure(figure: Figure, name: str, folder: str | os.PathLike = FIGURES) -> Path:
+    """Write FOLDER/NAME.png at 150 dpi, without the date and versions that would change the file at every run."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.png"
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    plt.close(figure)
+    return path
