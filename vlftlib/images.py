@@ -8,15 +8,18 @@ nearly black. A broken colour profile or orientation mark is passed over, as vie
 """
 
 import base64
+import functools
 import io
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 from PIL import Image, ImageCms, ImageOps
 
-FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "MPO", "AVIF", "JPEG2000", "PPM", "TGA", "ICO", "PCX", "DIB", "PSD")
-MAX_PIXELS = 128_000_000  # a phone's 108 megapixels pass; decoding needs about 9 bytes a pixel at its peak
+FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO", "PCX", "DIB", "PSD")
+MAX_PIXELS = 128_000_000  # a phone's 108 megapixels pass; decoding needs up to 10 bytes a pixel at its peak
 MAX_ASPECT = 200  # Qwen2.5-VL's own limit
 SRGB = ImageCms.createProfile("sRGB")
 
@@ -29,8 +32,9 @@ class ImageError(ValueError):
         self.kind, self.detail = kind, detail
 
 
-def open_image(source: str | os.PathLike) -> Image.Image:
-    """Open a picture and read no more than its header.
+@contextmanager
+def open_image(source: str | os.PathLike) -> Iterator[Image.Image]:
+    """Open a picture, reading no more than its header, for as long as the `with` block lasts.
 
     Args:
         source: a path, or a `data:` address with base64 content.
@@ -39,30 +43,27 @@ def open_image(source: str | os.PathLike) -> Image.Image:
         ImageError: missing, empty, no picture, too large (above 128 megapixels) or too long (above 200 to 1).
     """
     source = os.fspath(source)
-    name = source if not source.startswith("data:") else source[:40]
+    embedded = source.startswith("data:")
+    name = source[:40] if embedded else source
     try:
-        stream = io.BytesIO(base64.b64decode(source.partition(",")[2])) if source.startswith("data:") else open(source, "rb")
+        stream = io.BytesIO(base64.b64decode(source.partition(",")[2])) if embedded else open(source, "rb")
     except OSError as error:
         raise ImageError("image not found", f"{name}: {error.strerror}") from None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns of sizes that are judged below, and of harmless marks
-            image = Image.open(stream, formats=FORMATS)
-    except Image.DecompressionBombError as error:
-        stream.close()
-        raise ImageError("image too large", f"{name}: {error}") from None
-    except Exception as error:  # broken files raise anything, from OSError to struct.error
-        trouble = _what_it_is(stream)
-        stream.close()
-        raise ImageError("not an image", f"{name}: {trouble or error}") from None
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        image.close()
-        raise ImageError("image too large", f"{name}: {width} x {height}, above {MAX_PIXELS:,} pixels")
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        image.close()
-        raise ImageError("image too long", f"{name}: {width} x {height}, above {MAX_ASPECT} to 1")
-    return image
+    with stream:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Pillow warns of sizes that are judged below, and of harmless marks
+                image = Image.open(stream, formats=_formats())
+        except Image.DecompressionBombError as error:
+            raise ImageError("image too large", f"{name}: {error}") from None
+        except Exception as error:  # broken files raise anything, from OSError to struct.error
+            raise ImageError("not an image", f"{name}: {_what_it_is(stream) or error}") from None
+        width, height = image.size
+        if width * height > MAX_PIXELS:
+            raise ImageError("image too large", f"{name}: {width} x {height}, above {MAX_PIXELS:,} pixels")
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            raise ImageError("image too long", f"{name}: {width} x {height}, above {MAX_ASPECT} to 1")
+        yield image
 
 
 def image_size(source: str | os.PathLike) -> tuple[int, int]:
@@ -89,9 +90,19 @@ def load_image(source: str | os.PathLike) -> Image.Image:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 image.load()
-                return _to_rgb(_turn_upright(image))
+                _turn_upright(image)
+                picture = _to_rgb(image)
+                picture.info.clear()  # nothing of the file's marks may be applied twice
+                return picture
         except Exception as error:  # as above
             raise ImageError("image broken", f"{os.fspath(source)[:200]}: {error}") from None
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """Those of FORMATS that this build of Pillow has; JPEG includes phones' MPO."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def _what_it_is(stream: io.BufferedIOBase) -> str:
@@ -119,16 +130,13 @@ def _what_it_is(stream: io.BufferedIOBase) -> str:
     return ""
 
 
-def _turn_upright(image: Image.Image) -> Image.Image:
-    try:
-        turned = ImageOps.exif_transpose(image)
-    except Exception:  # a broken mark says nothing about the picture
-        return image
-    turned.info.setdefault("icc_profile", image.info.get("icc_profile"))
-    return turned
+def _turn_upright(image: Image.Image) -> None:
+    with suppress(Exception):  # a broken mark says nothing about the picture
+        ImageOps.exif_transpose(image, in_place=True)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
+    profile = image.info.get("icc_profile")
     if image.mode in ("1", "I", "F") or image.mode.startswith("I;"):
         return _scale_grey(image).convert("RGB")
     alpha = None
@@ -137,12 +145,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("L" if image.mode in ("L", "LA", "La") else "RGB")
     elif image.mode == "P":
         image = image.convert("RGB")
-    image = _apply_profile(image)
+    image = _apply_profile(image, profile)
     if alpha is not None:
         paper = Image.new("RGB", image.size, "white")
         paper.paste(image, mask=alpha)
         image = paper
-    image.info.clear()
     return image
 
 
@@ -163,9 +170,8 @@ def _scale_grey(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.clip(scaled + 0.5, 0, 255).astype(np.uint8))
 
 
-def _apply_profile(image: Image.Image) -> Image.Image:
+def _apply_profile(image: Image.Image, profile: bytes | None) -> Image.Image:
     """RGB in the sRGB colour space."""
-    profile = image.info.get("icc_profile")
     if profile and image.mode in ("L", "RGB", "CMYK", "LAB"):
         try:
             embedded = ImageCms.ImageCmsProfile(io.BytesIO(profile))
