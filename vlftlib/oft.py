@@ -68,6 +68,8 @@ class OFTLinear(nn.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         self.quantization = _quantization(base_layer.weight)
+        if self.quantization == "4-bit":
+            base_layer.state_dict()  # undoes the repacking that bitsandbytes did if the layer ran on a CPU before
         self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
         shape = _parameter_shape(self.in_features, parametrization, block_size, num_reflections)
         self.parametrization = parametrization
@@ -109,7 +111,7 @@ class OFTLinear(nn.Module):
         x = x.to(dtype)
         if self.quantization == "8-bit" or x.numel() <= self.in_features * self.out_features:
             rotated = _RotateInput.apply(x, self.oft_scale, *factors)
-            return self.base_layer(rotated).to(given) if self.quantization else _linear(rotated, self.base_layer)
+            return _base_forward(rotated, self.base_layer, self.quantization).to(given if self.quantization else dtype)
         bias = self.base_layer.bias
         bias = bias if bias is None else bias.to(dtype)
         y = _LinearOfRotatedWeight.apply(x, self.base_layer.weight, bias, self.oft_scale, *factors)
@@ -295,8 +297,16 @@ def _rotated_weight(weight: Tensor, quant_state, dtype: torch.dtype, scale: Tens
         return rotated if scale is None else rotated.mul_(scale)
 
 
-def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    return linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
+def _base_forward(x: Tensor, layer: nn.Linear, quantization: str | None) -> Tensor:
+    """The frozen layer on an input in its dtype; none of the three saves a tensor of token size."""
+    if quantization == "8-bit":
+        return layer(x)
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    if quantization == "4-bit":  # not the layer itself: on CPUs its inference repacks the weight, which then dequantises to noise
+        from bitsandbytes import matmul_4bit
+
+        return matmul_4bit(x, layer.weight, bias=bias, quant_state=layer.weight.quant_state)
+    return linear(x, layer.weight.to(x.dtype), bias)
 
 
 # ---- all layers of a model: one map a forward ------------------------------------------------------------------------

@@ -185,12 +185,12 @@ def cayley_neumann(skew: Tensor, terms: int = 5) -> Tensor:
     skew = skew if skew.dtype == torch.float64 else skew.float()
     with full_precision(skew.device):
         identity = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
-        result, power = identity.expand(skew.shape), identity.expand(skew.shape)
-        if terms == 2:  # PEFT doubles the last term too when there are but two
-            result = result + 2 * skew
-        for degree in range(1, terms if terms > 2 else 1):
+        # as PEFT does it: two terms keep the last one's factor 2, and three are computed like four
+        weights = {1: [], 2: [2]}.get(terms, [2] * max(terms - 2, 2) + [1])
+        result = power = identity.expand(skew.shape)
+        for weight in weights:
             power = power @ skew
-            result = result + (1 if degree == terms - 1 else 2) * power
+            result = result + weight * power
     error = orthogonality_error(result)
     if error > NEUMANN_ERROR:
         warnings.warn(f"this {terms}-term Cayley-Neumann series is no rotation: |R^T R - I| is {error:.1e}", stacklevel=2)
