@@ -25,7 +25,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from vlftlib import runs
-from vlftlib.adapters import adapter_parameters, apply_recipe, count_parameters, save_adapters
+from vlftlib.adapters import adapter_parameters, apply_recipe, count_parameters, save_adapters, stage_parameters
 from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
 from vlftlib.devices import PlatformPolicy, apply_policy, describe_environment, platform_policy
 from vlftlib.evaluation import Evaluation, evaluate
@@ -104,7 +104,7 @@ def train(
     apply_recipe(model, recipe, max_dropout=policy.max_dropout, seed=config.seed)
     counts = count_parameters(model)
     setup = dict(
-        recipe=recipe.as_dict(),
+        recipe=describe_recipe(recipe),
         config=dataclasses.asdict(config),
         model=dict(name=str(model.config._name_or_path), hash=hash_model(model)),
         data=dict(data or {}) | dict(train=len(dataset), rejected=len(dataset.rejected)),
@@ -151,6 +151,14 @@ def write_answers(evaluations: Sequence[Evaluation], path: Path) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
+def describe_recipe(recipe: Recipe) -> dict:
+    """A recipe as plain values, for a run record."""
+    described = dataclasses.asdict(recipe)
+    for adapter, values in zip(recipe.adapters, described["adapters"]):
+        values["method"] = adapter.method
+    return described
+
+
 class RecipeTrainer(Trainer):
     """transformers' Trainer with a recipe's stages, learning rates by tower, and checkpoints of the trainable tensors."""
 
@@ -161,6 +169,8 @@ class RecipeTrainer(Trainer):
             batches = math.ceil(len(dataset) / recipe.batch_size)
             steps = math.ceil(batches / recipe.gradient_accumulation_steps) * recipe.num_epochs
         self.stage_ends = stage_ends(recipe, max(1, math.ceil(steps)))
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         arguments = TrainingArguments(
             output_dir=str(output),
             max_steps=self.stage_ends[-1],
@@ -177,8 +187,6 @@ class RecipeTrainer(Trainer):
             dataloader_pin_memory=policy.pin_memory,
             dataloader_num_workers=policy.workers,
             dataloader_multiprocessing_context=policy.start_method if policy.workers else None,
-            gradient_checkpointing=config.gradient_checkpointing,
-            gradient_checkpointing_kwargs={"use_reentrant": False} if config.gradient_checkpointing else None,
             save_steps=config.save_steps,
             save_total_limit=2,
             logging_steps=1,
@@ -289,8 +297,7 @@ class StageSwitch(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         stage = next(i for i, end in enumerate(self.ends) if state.global_step < end)
-        for item in adapter_parameters(self.model):
-            item.parameter.requires_grad_(item.method in self.recipe.stages[stage].train)
+        stage_parameters(self.model, self.recipe.stages[stage])
 
 
 class Watch(TrainerCallback):
