@@ -31,8 +31,8 @@ def test_recipes_are_complete_and_plain(name):
     fields = {f.name for f in dataclasses.fields(Recipe)}
     in_adapters = {f.name for adapter in recipe.adapters for f in dataclasses.fields(adapter)}
     assert set(recipe.chosen) <= fields | in_adapters
-    plain = json.loads(json.dumps(recipe.as_dict(), allow_nan=False))
-    assert plain["overrides"] == {"num_epochs": 1} and plain["adapters"][0]["method"] in ("lora", "oft")
+    plain = json.loads(json.dumps(dataclasses.asdict(recipe), allow_nan=False))
+    assert plain["overrides"] == {"num_epochs": 1} and {adapter.method for adapter in recipe.adapters} <= {"lora", "oft"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.learning_rate = 1.0
 

@@ -76,8 +76,10 @@ def apply_lora(
         alpha: numerator of the scaling.
         dropout: probability of dropping an input of A in training.
         seed: of A's values; they depend on seed and module alone, not on device, layout or order.
+
     Returns:
         The model.
+
     Raises:
         ValueError: a value out of range, no module in scope, or a module that has an adapter already.
     """
@@ -135,8 +137,10 @@ def apply_oft(
         block_dropout: probability of replacing a block by the identity in training.
         scale: whether y is multiplied by a learnable factor.
         seed: of the Householder vectors' start; depends on seed and module alone.
+
     Returns:
         The model.
+
     Raises:
         ValueError: a size that doesn't divide (names those that do), a suffix that matches nothing or a module without
             one, no module in scope, or a module that has an adapter already.
@@ -154,9 +158,10 @@ def add_oft(
         base = model.get_submodule(path)
         size = {"block_size" if parametrization == "cayley" else "num_reflections": sizes[path]}
         shared = _tower_scale(model, path) if scale else None
-        layer = OFTLinear(base, parametrization=parametrization, dropout=dropout, scale=scale, **size)
-        if parametrization == "householder" and layer.oft_R.device.type != "meta":
-            half = _uniform(path, seed, (layer.in_features, sizes[path] // 2), 1.0)
+        with torch.random.fork_rng(devices=[]):  # the layer draws a start of its own
+            layer = OFTLinear(base, parametrization=parametrization, dropout=dropout, scale=scale, **size)
+        if parametrization == "householder":
+            half = _uniform(path, seed, (layer.in_features, sizes[path] // 2), math.sqrt(3 / layer.in_features))  # length 1
             with torch.no_grad():  # equal neighbours: each pair of reflections is the identity
                 layer.oft_R.copy_(half.repeat_interleave(2, dim=1))
         if shared is not None:
@@ -197,10 +202,11 @@ def oft_sizes(model, paths, block_size, parametrization: str, num_reflections) -
     """Each module's block size or number of reflections, checked."""
     inputs = {path: model.get_submodule(path).in_features for path in paths}
     if parametrization == "householder":
-        if block_size is not None or type(num_reflections) is not int or num_reflections < 2 or num_reflections % 2:
+        least = min(inputs.values())
+        if block_size is not None or num_reflections not in range(2, least + 1, 2):
             raise ValueError(
                 f"householder OFT with num_reflections {num_reflections!r}, block_size {block_size!r}: it takes an even "
-                "number of reflections, at least 2, and no block size"
+                f"number of reflections, from 2 to {least} (the fewest inputs in scope), and no block size"
             )
         return dict.fromkeys(paths, num_reflections)
     if parametrization != "cayley" or num_reflections is not None:
@@ -234,3 +240,9 @@ def _freeze_base(model: nn.Module) -> None:
     for parameter in model.parameters():
         if id(parameter) not in adapters:
             parameter.requires_grad_(False)
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few of many names, for an error."""
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -3,7 +3,7 @@
 Where PEFT's conventions differ from ours, they are translated here and nowhere else:
 - OFT: PEFT's exact map is (I - Q)(I + Q)^-1, ours (I + Q)(I - Q)^-1, so Q changes its sign. PEFT's Neumann map has our
   sign but is no rotation beyond small Q, so such a folder is refused rather than read as what it isn't.
-- HRA: PEFT's first reflection is applied to the input last, ours first, so the vectors change their order.
+- HRA: PEFT's vectors in PEFT's order are ours (`orthogonal.householder`); with its Gram-Schmidt, they are read as its result.
 - A field that changes the arithmetic in a way that we have no counterpart for is refused by name, never dropped.
 """
 
@@ -70,6 +70,7 @@ def read_folder(folder: Path, config_file: str = CONFIG) -> tuple[dict[str, Stor
 
     Returns:
         Adapters by module path as on disk, without PEFT's prefix; and PEFT's configuration.
+
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: pickled, broken or incomplete weights, another PEFT method, or a setting that we cannot represent.
@@ -82,8 +83,10 @@ def read_folder(folder: Path, config_file: str = CONFIG) -> tuple[dict[str, Stor
     wanted = defaults | {"use_cayley_neumann": False}
     allowed = {"init_lora_weights": (True, False, "gaussian")}  # the others change the base's weights too
     for name, value in raw.items():
-        if name not in _FREE and value not in allowed.get(name, (wanted.get(name), None)):
-            raise ValueError(f"{folder / config_file}: {name} is {value!r}, which has no counterpart here (only {wanted.get(name)!r})")
+        unset = not value and name not in defaults  # a switch of a later PEFT, off
+        if name not in _FREE and not unset and value not in allowed.get(name, (wanted.get(name), None)):
+            right = wanted.get(name)
+            raise ValueError(f"{folder / config_file}: {name} is {value!r}, which has no counterpart here (only {right!r})")
     if method == "OFT" and "use_cayley_neumann" not in raw:
         raise ValueError(f"{folder / config_file}: no use_cayley_neumann: saved by a PEFT before 0.16, whose OFT is another")
     config = _CONFIGS[method](**{name: raw[name] for name in raw if name in defaults and name != "peft_type"})
@@ -130,7 +133,7 @@ def _translate(folder: Path, config: PeftConfig, path: str, tensors: dict[str, T
         raise ValueError(f"{folder / WEIGHTS}: {path} has {values.shape[1]} reflections; an odd number is no rotation")
     if config.apply_GS:  # up to their signs, which a reflection ignores, QR's columns are Gram-Schmidt's
         values = torch.linalg.qr(values.double()).Q.float()
-    return StoredAdapter("householder", values.shape[1], {"oft_R": values.flip(1).contiguous()})
+    return StoredAdapter("householder", values.shape[1], {"oft_R": values})
 
 
 def is_target(config: PeftConfig, path: str) -> bool:
@@ -147,7 +150,7 @@ def write_folder(folder: Path, adapters: Mapping[str, StoredAdapter], base_name:
         base_name: the base model's hub name, for PEFT's AutoPeftModel.
         config_file: another name hides the folder from PEFT, for what its form cannot say.
     """
-    (kind, size, alpha, dropout), = {adapter.settings for adapter in adapters.values()}
+    ((kind, size, alpha, dropout),) = {adapter.settings for adapter in adapters.values()}
     common = dict(target_modules=list(adapters), base_model_name_or_path=base_name, inference_mode=True)
     if kind == "lora":
         config = LoraConfig(r=size, lora_alpha=alpha, lora_dropout=dropout, **common)
@@ -160,8 +163,7 @@ def write_folder(folder: Path, adapters: Mapping[str, StoredAdapter], base_name:
     for path, adapter in adapters.items():
         for name, tensor in adapter.tensors.items():
             tensor = tensor.detach().float().cpu()
-            tensor = -tensor if kind == "cayley" else tensor.flip(1) if kind == "householder" else tensor
-            weights[f"{PREFIX}{path}{suffixes[name]}"] = tensor.contiguous()
+            weights[f"{PREFIX}{path}{suffixes[name]}"] = -tensor if kind == "cayley" else tensor.contiguous()
     folder.mkdir()
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     content = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}

@@ -6,7 +6,7 @@ not here but in the device's policy. Field names of `LoRA` and `OFT` are the arg
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -82,11 +82,6 @@ class Recipe:
         shares = [stage.share for stage in self.stages]
         if min(shares) <= 0 or not math.isclose(sum(shares), 1):
             raise ValueError(f"recipe {self.name}: the stages' shares are {shares}; they must be positive and sum to 1")
-
-    def as_dict(self) -> dict:
-        """The recipe as plain values, for a run record; each adapter with its method."""
-        adapters = [{"method": adapter.method} | asdict(adapter) for adapter in self.adapters]
-        return asdict(self) | {"adapters": adapters}
 
 
 _RECIPES = {
@@ -254,8 +249,10 @@ def get_recipe(name: str, **overrides) -> Recipe:
     Args:
         name: one of `RECIPES`.
         overrides: fields of `Recipe`, `LoRA` or `OFT`, as far as the recipe has them.
+
     Returns:
         A frozen `Recipe` that also names its overrides.
+
     Raises:
         ValueError: unknown recipe, a key that it doesn't have, or a value out of range; names what would be right.
     """

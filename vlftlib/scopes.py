@@ -30,6 +30,7 @@ def _in_scope(path: str, scope: str) -> re.Match | None:
     return re.fullmatch(rf"(?:.*\.)?(?P<place>{SCOPES[scope]})", path)
 
 
+@functools.cache
 def scope_of(path: str) -> str | None:
     """The scope that a module path lies in ("vision.attention" for both qkv and proj), None outside all."""
     return next((scope for scope in SCOPES if _in_scope(path, scope)), None)
@@ -53,8 +54,10 @@ def select_modules(model: nn.Module, scope: str | Iterable[str], last_n_blocks: 
     Args:
         scope: one of `SCOPES`, or several, which join.
         last_n_blocks: of the vision blocks only the last so many; all (logged) where the model has fewer.
+
     Returns:
         Module paths for `model.get_submodule`.
+
     Raises:
         ValueError: an unknown scope, one without modules in this model (both list what there is), or `last_n_blocks`
             below 1 or without a scope of vision blocks.
@@ -65,7 +68,8 @@ def select_modules(model: nn.Module, scope: str | Iterable[str], last_n_blocks: 
     wrong = [word for word in scopes if not there.get(word)]
     if wrong or not scopes:
         listed = ", ".join(f"{word} ({len(paths)} modules)" for word, paths in there.items() if paths)
-        raise ValueError(f"scope {', '.join(map(repr, wrong)) or '()'} has no modules in this model; there is {listed or 'none'}")
+        named = ", ".join(map(repr, wrong)) or "()"
+        raise ValueError(f"scope {named} has no modules in this model; there is {listed or 'none'}")
     chosen = {path for word in scopes for path in there[word]}
     if last_n_blocks is not None:
         blocks = {path: int(match["block"]) for path in linear if (match := _in_vision_block(path))}
