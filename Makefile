@@ -12,7 +12,7 @@ export PYTHONUNBUFFERED = 1
 .PHONY: help install run test test-long lab figures base clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
+	@awk -F ':.*## +' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## make .venv and install the package into it
 $(STAMP): pyproject.toml constraints.txt
@@ -30,7 +30,8 @@ endif
 test: $(STAMP)  ## tests and notebooks, without the slow ones
 	$(VENV)/python -m pytest -m "not slow" --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 180 tests notebooks
 
-test-long: $(STAMP)  ## the slow tests
+test-long: $(STAMP)  ## the slow tests, with ELPV's pictures
+	$(VENV)/python -m pip install -q -c constraints.txt -e '.[elpv]'
 	$(VENV)/python -m pytest -m slow tests
 
 lab: $(STAMP)  ## JupyterLab on the notebooks

@@ -39,7 +39,7 @@ def test_environment_and_makefile_install_by_the_constraints():
     pip = next(entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
     assert pip == ["-c constraints.txt", "-e .[notebooks,test]"]
     installs = re.findall(r"pip install.*", (ROOT / "Makefile").read_text())
-    assert len(installs) == 2 and all("-c constraints.txt -e" in line for line in installs)
+    assert len(installs) == 3 and all("-c constraints.txt -e" in line for line in installs)
 
 
 def test_the_named_versions():

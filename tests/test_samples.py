@@ -1,8 +1,10 @@
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from vlftlib import samples
 from vlftlib.evaluation import parse_answer
@@ -105,3 +107,43 @@ def test_two_classes():
     answers = [("cell: mono, grade: 1", "cell: mono, grade: 2/3"), ("cell: mono, grade: 0", "cell: poly, grade: 1")]
     answers += [("cell: poly, grade: 1/3", "nothing"), ("cell: poly, grade: 0", "cell: poly, grade: 1/3")]
     assert two_class_accuracy(answers) == {"two_class_accuracy": 0.5, "majority_class": 0.75}
+
+
+def fake_elpv(folder):
+    """ELPV's layout with 40 cells."""
+    (folder / "data" / "images").mkdir(parents=True)
+    lines = []
+    for i in range(40):
+        Image.new("L", (30, 30), 6 * i).save(folder / "data" / "images" / f"cell{i:04d}.png")
+        lines.append(f"images/cell{i:04d}.png  {(i % 4) / 3}  {'mono' if i % 8 < 4 else 'poly'}")
+    (folder / "data" / "labels.csv").write_text("\n".join(lines) + "\n")
+    return SimpleNamespace(origin=str(folder / "__init__.py"))
+
+
+def test_cells_are_split_by_type_and_grade(tmp_path, monkeypatch):
+    spec = fake_elpv(tmp_path / "package")
+    monkeypatch.setattr(samples.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(samples, "DATA", tmp_path)
+    splits = samples.load_splits("elpv")
+    assert repr(splits) == "Splits(elpv: 27 train, 3 validation, 10 test; 0 rejected)"
+    assert {example.answer for example in splits.parts["train"]} >= {"cell: mono, grade: 0", "cell: poly, grade: 1"}
+    assert splits.metric is two_class_accuracy and not (tmp_path / "elpv" / "cells").is_file()
+    pictures = [example.images for part in splits.parts.values() for example in part]
+    assert len(set(pictures)) == 40
+
+
+def test_cells_without_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(samples.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -c constraints.txt -e .\[elpv\]"):
+        samples.make_elpv(tmp_path / "elpv")
+
+
+@pytest.mark.slow
+def test_the_real_cells(tmp_path):
+    """Needs the extra, which make test-long installs."""
+    folder = samples.make_elpv(tmp_path / "elpv")
+    counts = {path.stem: len(path.read_text().splitlines()) for path in folder.glob("*.jsonl")}
+    assert counts == {"train": 1771, "validation": 197, "test": 656}
+    answers = [json.loads(line)["conversations"][1]["value"] for line in (folder / "test.jsonl").read_text().splitlines()]
+    measures = two_class_accuracy([(answer, "cell: mono, grade: 0") for answer in answers])
+    assert measures["two_class_accuracy"] == measures["majority_class"] == pytest.approx(0.687, abs=2e-3)
