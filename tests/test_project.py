@@ -69,7 +69,9 @@ def imports_of(path: Path) -> set[str]:
 
 
 def test_imports_have_no_cycle_and_nothing_imports_the_command_line():
+    names = {path.stem for path in MODULES}
     graph = {path.stem: {name.split(".")[1] for name in imports_of(path) if name.startswith("vlftlib.")} for path in MODULES}
+    graph = {name: own & (names | {"__main__"}) for name, own in graph.items()}
     assert all("__main__" not in own for own in graph.values())
     done: set[str] = set()
     while len(done) < len(graph):
@@ -80,8 +82,8 @@ def test_imports_have_no_cycle_and_nothing_imports_the_command_line():
 
 # Who alone may import what.
 OWNERS = {
-    "torch_npu": {"devices", "doctor", "rehearsal"},
-    "peft": {"adapters", "attach", "peft_files", "counting"},
+    "torch_npu": {"devices", "rehearsal"},
+    "peft": {"attach", "peft_files", "saving"},
     "matplotlib.pyplot": {"figures"},
     "seaborn": {"figures"},
     "argparse": {"tiny_base"},

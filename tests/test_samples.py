@@ -1,5 +1,6 @@
 import json
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -110,11 +111,11 @@ def test_two_classes():
 
 
 def fake_elpv(folder):
-    """ELPV's layout with 40 cells."""
+    """ELPV's layout with 160 cells."""
     (folder / "data" / "images").mkdir(parents=True)
     lines = []
-    for i in range(40):
-        Image.new("L", (30, 30), 6 * i).save(folder / "data" / "images" / f"cell{i:04d}.png")
+    for i in range(160):
+        Image.new("L", (30, 30), i).save(folder / "data" / "images" / f"cell{i:04d}.png")
         lines.append(f"images/cell{i:04d}.png  {(i % 4) / 3}  {'mono' if i % 8 < 4 else 'poly'}")
     (folder / "data" / "labels.csv").write_text("\n".join(lines) + "\n")
     return SimpleNamespace(origin=str(folder / "__init__.py"))
@@ -125,11 +126,13 @@ def test_cells_are_split_by_type_and_grade(tmp_path, monkeypatch):
     monkeypatch.setattr(samples.importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(samples, "DATA", tmp_path)
     splits = samples.load_splits("elpv")
-    assert repr(splits) == "Splits(elpv: 27 train, 3 validation, 10 test; 0 rejected)"
-    assert {example.answer for example in splits.parts["train"]} >= {"cell: mono, grade: 0", "cell: poly, grade: 1"}
+    assert repr(splits) == "Splits(elpv: 108 train, 12 validation, 40 test; 0 rejected)"
+    for name, each in (("train", 13.5), ("test", 5)):
+        counts = Counter(example.answer for example in splits.parts[name])
+        assert len(counts) == 8 and all(abs(count - each) < 1 for count in counts.values())
     assert splits.metric is two_class_accuracy and not (tmp_path / "elpv" / "cells").is_file()
     pictures = [example.images for part in splits.parts.values() for example in part]
-    assert len(set(pictures)) == 40
+    assert len(set(pictures)) == 160
 
 
 def test_cells_without_the_extra(tmp_path, monkeypatch):
