@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vlftlib.models import TINY_BASE, empty_model, full_size_config, load_model, load_processor, save_processor
+from vlftlib.models import TINY_BASE, empty_model, full_size_config, hash_model, load_model, load_processor, save_processor
 from vlftlib.tiny_base import build_model, build_tokenizer
 
 
@@ -82,3 +82,14 @@ def test_template_renders_system_and_generation(processor):
     own = render([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}], tokenize=False, add_generation_prompt=True)
     assert own == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
     assert render([{"role": "user", "content": "U"}], tokenize=False).startswith("<|im_start|>system\nYou are a helpful assistant.")
+
+
+def test_hash_tells_weights_apart_and_not_dtypes(base, tmp_path):
+    shutil.copytree(TINY_BASE, tmp_path / "same")
+    same, half = load_model(tmp_path / "same"), load_model(TINY_BASE, dtype=torch.bfloat16)
+    assert hash_model(base) == hash_model(same) == hash_model(half)
+    with torch.no_grad():
+        same.model.visual.merger.mlp[0].weight.neg_()
+    same.save_pretrained(tmp_path / "other")
+    assert hash_model(load_model(tmp_path / "other")) != hash_model(base)
+    assert len(hash_model(build_model(build_tokenizer()))) == 16
