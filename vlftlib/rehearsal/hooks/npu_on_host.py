@@ -138,6 +138,8 @@ def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False)
 
 
 def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # the parts would add True as 1
+        attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device=NPU).masked_fill(~attn_mask, float("-inf"))
     parts = torch.ops.aten._scaled_dot_product_attention_math
     return parts(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
 
