@@ -25,6 +25,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from vlftlib.orthogonal import cayley_inverse, full_precision, householder, pack_skew, unpack_skew
 
+# CPU libraries walk a token-long product with strides of a page badly: in parts it is 1.3 times as fast in float32 and 4 to 20
+# times in bf16. Accelerators take one launch.
+TOKENS_AT_ONCE = 512
+
 
 class OFTLinear(nn.Module):
     """A frozen linear layer whose input features are rotated: y = s W (x R) + b.
@@ -200,7 +204,7 @@ def _parameter_shape(in_features: int, parametrization: str, block_size: int | N
             raise ValueError(f"cayley takes block_size and no num_reflections, got {block_size} and {num_reflections}")
         if block_size < 2 or in_features % block_size:
             valid = [size for size in range(2, in_features + 1) if in_features % size == 0]
-            nearest = sorted(sorted(valid, key=lambda size: abs(size - block_size))[:6])
+            nearest = sorted(sorted(valid, key=lambda size: abs(math.log(size / max(block_size, 1))))[:6])
             raise ValueError(f"block_size {block_size} does not divide {in_features} input features; nearest valid sizes: {nearest}")
         return in_features // block_size, block_size * (block_size - 1) // 2
     if parametrization == "householder":
@@ -222,12 +226,24 @@ def _rotate(rows: Tensor, factors: tuple[Tensor, ...], transpose: bool) -> Tenso
         left, right = factors[::-1] if transpose else factors
         return torch.addmm(flat, flat @ left, right.mT, alpha=-1).view(rows.shape)
     (change,) = factors
-    blocks, size, _ = change.shape
+    parts = flat.unflatten(1, (len(change), -1)).transpose(0, 1)  # (blocks, rows, block size)
+    change = change.mT if transpose else change
+    if torch.compiler.is_compiling():  # torch.compile takes no writes through views in an autograd function
+        return torch.baddbmm(parts, parts, change).transpose(0, 1).reshape(rows.shape)
     result = flat.clone(memory_format=torch.contiguous_format)
-    result.view(-1, blocks, size).transpose(0, 1).baddbmm_(
-        flat.view(-1, blocks, size).transpose(0, 1), change.mT if transpose else change
-    )
+    result.view(-1, *parts.shape[::2]).transpose(0, 1).baddbmm_(parts, change)  # in place: no second copy for the layout
     return result.view(rows.shape)
+
+
+def _outer(x: Tensor, dx: Tensor, blocks: int) -> Tensor:
+    """x^T dx of the diagonal blocks: (tokens, in_features) twice to (blocks, block size, block size)."""
+    x, dx = x.unflatten(1, (blocks, -1)).permute(1, 2, 0), dx.unflatten(1, (blocks, -1)).transpose(0, 1)
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or x.shape[2] <= TOKENS_AT_ONCE:
+        return torch.bmm(x, dx)
+    total = x.new_zeros(dx.shape[0], dx.shape[2], dx.shape[2], dtype=_wide(x.dtype))
+    for some_x, some_dx in zip(x.split(TOKENS_AT_ONCE, dim=2), dx.split(TOKENS_AT_ONCE, dim=1)):
+        total += torch.bmm(some_x, some_dx)
+    return total
 
 
 def _gradients(x: Tensor, dx: Tensor, scale: Tensor | None, factors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -238,8 +254,7 @@ def _gradients(x: Tensor, dx: Tensor, scale: Tensor | None, factors: tuple[Tenso
     """
     x, dx = x.reshape(-1, x.shape[-1]), dx.reshape(-1, x.shape[-1])
     if len(factors) == 1:
-        blocks, size, _ = factors[0].shape
-        outer = torch.bmm(x.view(-1, blocks, size).permute(1, 2, 0), dx.view(-1, blocks, size).transpose(0, 1))
+        outer = _outer(x, dx, len(factors[0]))
         return None if scale is None else outer.diagonal(dim1=1, dim2=2).sum(dtype=scale.dtype) / scale, outer
     left, right = factors
     rotated_right = right - left @ (right.mT @ right)
@@ -399,14 +414,52 @@ class _Map(torch.autograd.Function):
         return pack_skew(grad).mul_(2).to(ctx.packed_dtype), None, None, None
 
 
+class _Join(torch.autograd.Function):
+    """Parameters of several layers to one tensor; layers that no gradient came back for get None, not zeros (see `_Split`)."""
+
+    @staticmethod
+    def forward(ctx, absent, *parameters):
+        ctx.absent, ctx.sizes = absent, [len(parameter) for parameter in parameters]
+        return torch.cat(parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return None, *(None if index in ctx.absent else part for index, part in enumerate(grad.split(ctx.sizes)))
+
+
+class _Split(torch.autograd.Function):
+    """One tensor to parts by rows; notes in `absent` the parts that took part in no loss."""
+
+    @staticmethod
+    def forward(ctx, absent, sizes, joined):
+        ctx.absent, ctx.sizes, ctx.shape = absent, sizes, joined.shape
+        ctx.set_materialize_grads(False)
+        return joined.split(sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        ctx.absent.clear()
+        ctx.absent.update(index for index, grad in enumerate(grads) if grad is None)
+        given = next((grad for grad in grads if grad is not None), None)
+        if given is None:
+            return None, None, None
+        parts = (given.new_zeros(size, *ctx.shape[1:]) if grad is None else grad for size, grad in zip(ctx.sizes, grads))
+        return None, None, torch.cat(list(parts))
+
+
 def _map(layers: list[OFTLinear], dtype: torch.dtype, norm_bound: _NormBound | None = None) -> list[tuple[Tensor, ...]]:
     """Factors of layers of equal block size (Householder: of equal shape), in one batch."""
+    absent: set[int] = set()
+    joined = _Join.apply(absent, *(layer.oft_R for layer in layers))
     if layers[0].parametrization == "cayley":
-        packed = torch.cat([layer.oft_R for layer in layers]) if len(layers) > 1 else layers[0].oft_R
-        change = _Map.apply(packed, layers[0].block_size, dtype, norm_bound)
-        return [(part,) for part in change.split([layer.num_blocks for layer in layers])]
-    left, right = householder(torch.stack([layer.oft_R for layer in layers]))
-    return list(zip(left.to(dtype).unbind(), right.to(dtype).unbind()))
+        change = _Map.apply(joined, layers[0].block_size, dtype, norm_bound)
+        return [(part,) for part in _Split.apply(absent, [layer.num_blocks for layer in layers], change)]
+    rows = [layer.in_features for layer in layers]
+    factors = householder(joined.unflatten(0, (len(layers), -1)))
+    left, right = (_Split.apply(absent, rows, factor.flatten(0, 1).to(dtype)) for factor in factors)
+    return list(zip(left, right))
 
 
 def _fill(layers: list[OFTLinear], dtype: torch.dtype, norm_bound: _NormBound, keep: bool) -> None:
