@@ -1,13 +1,18 @@
 import json
+import os
+import signal
 
 import pytest
 import torch
 
 from vlftlib.adapters import adapter_parameters, apply_recipe, load_adapters
+from vlftlib.forms import Example
 from vlftlib.models import TINY_BASE, load_model
 from vlftlib.recipes import LoRA, Recipe, Stage, get_recipe
 from vlftlib.runs import load_run
-from vlftlib.trainer import RecipeTrainer, TrainConfig, learning_rate_of, stage_ends, stage_schedule, train
+from vlftlib.stages import learning_rate_of, stage_ends, stage_schedule
+from vlftlib.trainer import RecipeTrainer, TrainConfig, train
+from vlftlib.watch import NonFinite, Watch
 
 QUICK = dict(batch_size=4, gradient_accumulation_steps=1)
 
@@ -90,10 +95,13 @@ def test_a_failure_is_recorded_and_raised(base, processor, examples, tmp_path, m
 
 
 def test_earlier_results_are_not_overwritten(base, processor, examples, tmp_path):
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(FileExistsError, match="holds a run already"):
-        train(base, processor, get_recipe("oft_vision"), examples, tmp_path)
-    assert (tmp_path / "run.json").read_text() == "{}"
+    config = TrainConfig(max_steps=1)
+    train(base, processor, get_recipe("oft_vision", **QUICK), examples, tmp_path, config=config)
+    before = (tmp_path / "run.json").read_text()
+    for resume, message in ((False, r"holds a run already \(completed\)"), (True, "nothing to resume")):
+        with pytest.raises(FileExistsError, match=message):
+            train(load_model(TINY_BASE), processor, get_recipe("oft_vision"), examples, tmp_path, resume=resume)
+    assert (tmp_path / "run.json").read_text() == before
 
 
 def test_nothing_to_train_on(base, processor, examples, tmp_path):
@@ -174,7 +182,7 @@ def test_checkpoints_hold_no_base(base, processor, examples, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
     files = {path.name: path.stat().st_size for path in (tmp_path / "checkpoint-4").iterdir()}
     assert files["trainable.safetensors"] < 100_000 and not any("model" in name for name in files)
-    assert len(json.loads((tmp_path / "checkpoint-4" / "history.json").read_text())) == 4
+    assert len(json.loads((tmp_path / "checkpoint-4" / "history.json").read_text())["history"]) == 4
 
 
 def test_gradient_checkpointing_changes_no_result(processor, examples, tmp_path):
@@ -191,3 +199,143 @@ def test_a_recipe_that_does_not_fit_leaves_the_model(base):
     with pytest.raises(ValueError):
         apply_recipe(base, get_recipe("oft_vision", block_size=50))
     assert not adapter_parameters(base)
+
+
+@pytest.mark.parametrize("tensor", ["loss", "gradient"])
+def test_what_is_not_finite_stops_the_run_and_is_named(tensor, base, processor, examples, tmp_path, monkeypatch):
+    item = next(item for item in adapter_parameters(apply_recipe(load_model(TINY_BASE), get_recipe("oft_vision"))))
+    original = RecipeTrainer._guard
+
+    def spoil(self):
+        if self.state.global_step == 2 and tensor == "loss":
+            self.losses[-1] = self.losses[-1] * torch.nan
+        elif self.state.global_step == 2:
+            next(own for own in adapter_parameters(self.model) if own.name == item.name).parameter.grad[0, 0] = torch.inf
+        original(self)
+
+    monkeypatch.setattr(RecipeTrainer, "_guard", spoil)
+    config = TrainConfig(max_steps=4, save_steps=1)
+    with pytest.raises(NonFinite) as fault:
+        train(base, processor, get_recipe("oft_vision", **QUICK), examples, tmp_path, config=config)
+    place = "in the loss" if tensor == "loss" else f"in the gradient of {item.name} and 0 more"
+    assert str(fault.value).startswith(f"step 3: not finite {place}; losses [") and "rows [" in str(fault.value)
+    run = load_run(tmp_path)
+    assert run.outcome == f"diverged at step 3: {str(fault.value).removeprefix('step 3: ')}"
+    assert all(torch.isfinite(value).all() for value in weights(base).values())
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+def test_on_request_a_step_is_skipped_instead(base, processor, examples, tmp_path, monkeypatch):
+    original = RecipeTrainer._guard
+
+    def spoil(self):
+        if self.state.global_step == 1:
+            adapter_parameters(self.model)[0].parameter.grad.fill_(torch.nan)
+        original(self)
+
+    monkeypatch.setattr(RecipeTrainer, "_guard", spoil)
+    config = TrainConfig(max_steps=3, on_nonfinite="skip")
+    run = train(base, processor, get_recipe("oft_vision", **QUICK), examples, tmp_path, config=config)
+    assert run.outcome == "completed" and run.history[1]["event"].startswith("skipped: step 2: not finite")
+    assert len(run.history[1]["rows"]) == 4 and "event" not in run.history[2]
+
+
+def test_a_killed_write_is_never_the_newest_checkpoint(processor, examples, tmp_path, monkeypatch):
+    recipe, config = get_recipe("oft_vision", **QUICK), TrainConfig(max_steps=3, save_steps=1)
+    with monkeypatch.context() as patch:
+        original = RecipeTrainer._save_rng_state
+
+        def die(self, folder):
+            if self.state.global_step == 2:
+                raise OSError(28, "No space left on device")
+            original(self, folder)
+
+        patch.setattr(RecipeTrainer, "_save_rng_state", die)
+        with pytest.raises(OSError):
+            train(load_model(TINY_BASE), processor, recipe, examples, tmp_path, config=config)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint-1"]
+    run = train(load_model(TINY_BASE), processor, recipe, examples, tmp_path, config=config, resume=True)
+    assert [entry["step"] for entry in run.history] == [1, 2, 3]
+
+
+def test_jumps_are_noted_with_their_rows():
+    watch = Watch(torch.device("cpu"))
+    watch.history = [dict(loss=1.0 + 0.01 * (i % 3), grad_norm=2.0) for i in range(20)]
+    assert watch.jump(dict(loss=1.5, grad_norm=2.0)) is None
+    assert watch.jump(dict(loss=2.5, grad_norm=2.0)) == "loss jump"
+    assert watch.jump(dict(loss=1.0, grad_norm=9.0)) == "gradient spike"
+
+
+def test_growth_is_warned_of_once_in_a_while():
+    watch = Watch(torch.device("cpu"))
+    watch.history = [dict(memory_bytes=1e9 * (1 + i / 500), step_time_s=1.0) for i in range(200)]
+    watch.step = 200
+    with pytest.warns(UserWarning, match="memory grew steadily by 29%"):
+        watch.look_for_leak()
+    watch.look_for_leak()  # silent until step 300
+    watch.step, watch.history = 300, [dict(memory_bytes=1e9, step_time_s=1.0)] * 200
+    watch.look_for_leak()
+
+
+def test_batches_without_pictures_train_vision_adapters_too(base, processor, examples, tmp_path):
+    turns = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in (("user", "Hi"), ("assistant", "Ho"))]
+    texts = [Example((), turns, "x", i) for i in range(4)]
+    recipe = get_recipe("oft_vision", batch_size=4, gradient_accumulation_steps=1)
+    run = train(base, processor, recipe, texts + examples[:4], tmp_path, config=TrainConfig(max_steps=4))
+    assert run.outcome == "completed" and sum(entry["images"] for entry in run.history) == 8
+    alone = train(load_model(TINY_BASE), processor, recipe, texts, tmp_path / "texts", config=TrainConfig(max_steps=1))
+    assert alone.outcome == "completed" and alone.history[0]["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_step_saves_and_leaves(number, processor, examples, tmp_path, monkeypatch):
+    recipe, config = get_recipe("oft_vision", **QUICK), TrainConfig(max_steps=4)
+    whole = train(load_model(TINY_BASE), processor, recipe, examples, tmp_path / "whole", config=config)
+    original, before = RecipeTrainer.training_step, signal.getsignal(number)
+
+    def training_step(self, *words, **options):
+        if self.state.global_step == 1:
+            os.kill(os.getpid(), number)
+        return original(self, *words, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "training_step", training_step)
+        with pytest.raises(KeyboardInterrupt):
+            train(load_model(TINY_BASE), processor, recipe, examples, tmp_path / "left", config=config)
+    assert signal.getsignal(number) == before
+    assert load_run(tmp_path / "left").outcome == "interrupted at step 2" and (tmp_path / "left" / "checkpoint-2").is_dir()
+    run = train(load_model(TINY_BASE), processor, recipe, examples, tmp_path / "left", config=config, resume=True)
+    assert [entry["loss"] for entry in run.history] == [entry["loss"] for entry in whole.history]
+
+
+def test_resuming_something_else_is_refused(processor, examples, tmp_path, monkeypatch):
+    recipe, config = get_recipe("oft_vision", **QUICK), TrainConfig(max_steps=3, save_steps=1)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 1, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            train(load_model(TINY_BASE), processor, recipe, examples, tmp_path, config=config, data={"hash": "a"})
+    again = dict(recipe=recipe, examples=examples, config=config, data={"hash": "a"})
+    for change, message in (
+        (dict(recipe=get_recipe("oft_vision", **QUICK, learning_rate=1e-3)), "another recipe.learning_rate: 0.0001 there, 0.001"),
+        (dict(recipe=get_recipe("lora_text", **QUICK)), "another recipe.name"),
+        (dict(config=TrainConfig(max_steps=9)), "another config.max_steps: 3 there, 9 here"),
+        (dict(examples=examples[:8]), "another examples: 16 there, 8 here"),
+        (dict(data={"hash": "b"}), "another data: 'a' there, 'b' here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(load_model(TINY_BASE), processor, output=tmp_path, resume=True, **again | change)
+    assert train(load_model(TINY_BASE), processor, output=tmp_path, resume=True, **again).outcome == "completed"
+
+
+def test_evaluation_at_chosen_steps_changes_nothing(processor, examples, tmp_path):
+    recipe = get_recipe("lora_text", **QUICK, dropout=0.2)
+    results = []
+    for steps in ((), (1, 3)):
+        model, config = load_model(TINY_BASE), TrainConfig(max_steps=3, eval_steps=steps)
+        parts = {"validation": examples[:3]}
+        run = train(model, processor, recipe, examples, tmp_path / str(steps), evaluate_on=parts, config=config)
+        assert [evaluation["step"] for evaluation in run.evaluations] == [*steps, 3]
+        results.append(weights(model))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    with pytest.raises(ValueError, match="no validation examples"):
+        train(load_model(TINY_BASE), processor, recipe, examples, tmp_path / "x", config=TrainConfig(eval_steps=(1,)))

@@ -195,6 +195,7 @@ class VisionLanguageDataset(Dataset):
         item["mm_token_type_ids"] = (ids == self.encoder.image_token_id).long()
         if not self.prompts:
             item["labels"] = torch.tensor(labels)
+            item["row"] = torch.tensor(index)  # so that the trainer can name it; no input of the model
         return item
 
 
@@ -234,6 +235,8 @@ class VisionLanguageCollator:
             if key in items[0]:
                 rows = [item[key] for item in items]
                 batch[key] = torch.nn.utils.rnn.pad_sequence(rows, True, value, self.padding_side)
+        if "row" in items[0]:
+            batch["row"] = torch.stack([item["row"] for item in items])
         for key in ("pixel_values", "image_grid_thw"):
             parts = [item[key] for item in items if key in item]
             if parts:  # a batch of texts alone has no such key

@@ -100,6 +100,7 @@ def predict(
         VisionLanguageDataset(examples, processor, prompts=True),
         batch_size=batch_size,
         collate_fn=VisionLanguageCollator(processor, padding_side="left"),
+        generator=torch.Generator(),  # a loader draws a seed, which must not come out of a training run's stream
     )
     mode, answers = model.training, []
     model.eval()
@@ -153,10 +154,24 @@ def evaluate(
     if not examples:
         raise ValueError(f"split {split!r}: no example to evaluate on")
     began = time.perf_counter()
-    given = predict(model, processor, examples, progress=f"evaluating {split}", **options)
+    given = _predict_together(model, processor, examples, progress=f"evaluating {split}", **options)
     elapsed = time.perf_counter() - began
     result = score([example.answer for example in examples], given, split=split, images_per_second=len(examples) / elapsed)
     return result if metric is None else replace(result, metrics=metric(result.answers))
+
+
+def _predict_together(model, processor, examples: Sequence[Example], progress: str, **options) -> list[str]:
+    """`predict`, the examples shared out over the processes of a distributed run; each gets all answers."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return predict(model, processor, examples, progress=progress, **options)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    own = predict(model, processor, examples[rank::world], progress=progress if rank == 0 else None, **options)
+    shares = [None] * world
+    torch.distributed.all_gather_object(shares, own)
+    answers = [""] * len(examples)
+    for i, share in enumerate(shares):
+        answers[i::world] = share
+    return answers
 
 
 def score(expected: Sequence[str], given: Sequence[str], *, split: str, images_per_second: float = 0.0) -> Evaluation:

@@ -10,7 +10,10 @@ import dataclasses
 import json
 import math
 import os
-import statistics
+import shutil
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +22,12 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from vlftlib import runs
-from vlftlib.adapters import adapter_parameters, apply_recipe, count_parameters, save_adapters, stage_parameters
+from vlftlib.adapters import adapter_parameters, apply_recipe, count_parameters, save_adapters
 from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
 from vlftlib.devices import PlatformPolicy, apply_policy, describe_environment, platform_policy
 from vlftlib.evaluation import Evaluation, evaluate
@@ -34,8 +36,11 @@ from vlftlib.memory import peak_memory_bytes, reset_peak_memory
 from vlftlib.models import hash_model
 from vlftlib.operators import operator_census
 from vlftlib.recipes import Recipe
+from vlftlib.stages import StageSwitch, parameter_groups, stage_ends, stage_schedule
+from vlftlib.watch import NonFinite, Watch
 
 TRAINABLE, HISTORY, ANSWERS = "trainable.safetensors", "history.json", "answers.jsonl"
+KEPT = 2  # checkpoints
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,9 @@ class TrainConfig:
         save_steps: a checkpoint every so many optimizer steps; the last two are kept.
         max_length: examples of more tokens are rejected, counted in the record.
         gradient_checkpointing: recompute activations in the backward, in both towers.
+        eval_steps: optimizer steps after which the validation examples are answered; the end comes always.
+        on_nonfinite: "stop" at the first loss or gradient that isn't finite, or "skip" that step.
+        tensorboard: also log for TensorBoard, in output/runs.
     """
 
     max_steps: int | None = None
@@ -55,6 +63,9 @@ class TrainConfig:
     save_steps: int = 200
     max_length: int | None = 4096
     gradient_checkpointing: bool = False
+    eval_steps: tuple[int, ...] = ()
+    on_nonfinite: str = "stop"
+    tensorboard: bool = False
 
 
 def train(
@@ -92,8 +103,11 @@ def train(
         ValueError: there is no example to train on.
     """
     output, device = Path(output), model.device
-    if not resume and (output / runs.FILE).exists():
-        raise FileExistsError(f"{output} holds a run already: choose another folder, or resume it")
+    earlier = runs.load_run(output) if (output / runs.FILE).exists() else None
+    if earlier and not resume:
+        raise FileExistsError(f"{output} holds a run already ({earlier.outcome}): choose another folder, or resume it")
+    if earlier and earlier.outcome == runs.COMPLETED:
+        raise FileExistsError(f"{output} holds a completed run: there is nothing to resume")
     dataset = VisionLanguageDataset(examples, processor, max_length=config.max_length)
     if not len(dataset):
         rejected = f": all {len(dataset.rejected)} were rejected, the first: {dataset.rejected[0]}" if dataset.rejected else ""
@@ -113,28 +127,44 @@ def train(
         git=runs.git_state(),
         started=runs.now(),
     )
+    setup = json.loads(json.dumps(setup))  # as a reader of the record will see it
+    if earlier:
+        _check_same_run(earlier.setup, setup, output)
+    checkpoint = get_last_checkpoint(output) if resume and output.is_dir() else None
     measured = dict(trainable_parameters=counts.trainable, total_parameters=counts.total)
-    watch, evaluations, began = Watch(), [], time.perf_counter()
+    began = time.perf_counter()
+    watch = Watch(device)
+    parts = dict(evaluate_on or {})
+    trainer = RecipeTrainer(model, processor, recipe, dataset, policy, config, output, watch)
+    trainer.add_callback(EvaluateAt(config.eval_steps, model, processor, parts.get("validation"), watch, metric))
+    setup["environment"]["processes"] = trainer.args.world_size
 
     def record(outcome: str) -> runs.RunRecord:
-        done = [evaluation.as_dict(watch.step) for evaluation in evaluations]
-        run = runs.RunRecord(recipe.name, outcome, setup, measured, tuple(watch.history), tuple(done))
-        run.save(output)
-        return run
+        history, evaluations = tuple(watch.history), tuple(watch.evaluations)
+        run = runs.RunRecord(recipe.name, outcome, setup, measured, history, evaluations)
+        return runs.load_run(run.save(output)) if trainer.is_world_process_zero() else run
 
+    record("running")
     reset_peak_memory(device)
     try:
-        trainer = RecipeTrainer(model, processor, recipe, dataset, policy, config, output, watch)
-        with _forward_dtype(model, setup):
-            trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if resume and output.is_dir() else None)
+        with _forward_dtype(model, setup), leave_on_signal(trainer) as left:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        if left.signal:
+            raise KeyboardInterrupt
         measured |= watch.summary() | dict(peak_memory_bytes=peak_memory_bytes(device))
         measured["operators_per_step"] = trainer.count_operators()
-        save_adapters(model, output / "adapters")
-        evaluations += [evaluate(model, processor, split, split=name, metric=metric) for name, split in (evaluate_on or {}).items()]
-        write_answers(evaluations, output / ANSWERS)
+        if trainer.is_world_process_zero():
+            save_adapters(model, output / "adapters")
+        final = [evaluate(model, processor, split, split=name, metric=metric) for name, split in parts.items()]
+        watch.evaluations += [evaluation.as_dict(watch.step) for evaluation in final]
+        if trainer.is_world_process_zero():
+            write_answers(final, output / ANSWERS)
         measured["duration_s"] = time.perf_counter() - began
     except KeyboardInterrupt:
         record(f"{runs.INTERRUPTED} at step {watch.step}")
+        raise
+    except NonFinite as fault:
+        record(f"diverged at {fault}")
         raise
     except Exception as error:
         record(f"failed at step {watch.step}: {type(error).__name__}: {error}")
@@ -142,6 +172,80 @@ def train(
     finally:
         watch.close()
     return record(runs.COMPLETED)
+
+
+def _check_same_run(earlier: dict, setup: dict, output: Path) -> None:
+    """Resuming is exact, so it is refused where it couldn't be.
+
+    Raises:
+        ValueError: another recipe, model, data set, seed or number of steps; the message gives both values.
+    """
+
+    def identity(of: dict) -> dict:
+        config = {f"config.{name}": of["config"][name] for name in ("max_steps", "seed", "max_length")}
+        recipe = {f"recipe.{name}": value for name, value in of["recipe"].items() if name != "overrides"}
+        return recipe | config | {"model": of["model"]["hash"], "data": of["data"].get("hash"), "examples": of["data"]["train"]}
+
+    there, here = identity(earlier), identity(setup)
+    for name in there:
+        if there[name] != here[name]:
+            raise ValueError(f"{output} can't be resumed with another {name}: {there[name]!r} there, {here[name]!r} here")
+
+
+class EvaluateAt(TrainerCallback):
+    """Evaluates on the validation examples after chosen optimizer steps."""
+
+    def __init__(self, steps: Sequence[int], model, processor, examples: Sequence[Example] | None, watch: Watch, metric):
+        self.steps, self.model, self.processor = frozenset(steps), model, processor
+        self.examples, self.watch, self.metric = examples, watch, metric
+        if steps and not examples:
+            raise ValueError(f"eval_steps {tuple(steps)}: there are no validation examples to evaluate on")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "grad_norm" in logs and state.global_step in self.steps:
+            evaluation = evaluate(self.model, self.processor, self.examples, split="validation", metric=self.metric)
+            self.watch.evaluations.append(evaluation.as_dict(state.global_step))
+            self.watch.pause()
+
+
+class LeaveOnSignal(TrainerCallback):
+    """Ends the run after the optimizer step under way, with a checkpoint, once a signal has come to any process."""
+
+    def __init__(self):
+        self.signal: int | None = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        came = torch.tensor(self.signal or 0, device=args.device)
+        if args.world_size > 1:
+            torch.distributed.all_reduce(came, torch.distributed.ReduceOp.MAX)
+        if came.item():
+            self.signal = int(came)
+            control.should_save = control.should_training_stop = True
+
+
+@contextlib.contextmanager
+def leave_on_signal(trainer: Trainer):
+    """Let the first SIGTERM or Ctrl-C end the run in order; a second one ends it at once. Only in a process's main thread."""
+    left = LeaveOnSignal()
+    trainer.add_callback(left)
+    if threading.current_thread() is not threading.main_thread():
+        yield left
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number, frame):
+        left.signal = number
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        print("leaving after this step, with a checkpoint; once more to leave at once", file=sys.stderr)
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield left
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def write_answers(evaluations: Sequence[Evaluation], path: Path) -> None:
@@ -160,20 +264,21 @@ def describe_recipe(recipe: Recipe) -> dict:
 
 
 class RecipeTrainer(Trainer):
-    """transformers' Trainer with a recipe's stages, learning rates by tower, and checkpoints of the trainable tensors."""
+    """transformers' Trainer with a recipe's stages and rates, guards, and whole checkpoints of the adapters alone."""
 
     def __init__(self, model, processor, recipe: Recipe, dataset, policy: PlatformPolicy, config: TrainConfig, output, watch):
-        self.recipe, self.watch = recipe, watch
+        self.recipe, self.config, self.watch, self.checkpoints = recipe, config, watch, Path(output)
+        self.losses: list[torch.Tensor] = []
         steps = config.max_steps
         if steps is None:
-            batches = math.ceil(len(dataset) / recipe.batch_size)
+            batches = math.ceil(len(dataset) / (recipe.batch_size * int(os.environ.get("WORLD_SIZE", 1))))
             steps = math.ceil(batches / recipe.gradient_accumulation_steps) * recipe.num_epochs
-        self.stage_ends = stage_ends(recipe, max(1, math.ceil(steps)))
+        ends = stage_ends(recipe, max(1, math.ceil(steps)))
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         arguments = TrainingArguments(
             output_dir=str(output),
-            max_steps=self.stage_ends[-1],
+            max_steps=ends[-1],
             per_device_train_batch_size=recipe.batch_size,
             gradient_accumulation_steps=recipe.gradient_accumulation_steps,
             learning_rate=recipe.learning_rate,
@@ -187,13 +292,14 @@ class RecipeTrainer(Trainer):
             dataloader_pin_memory=policy.pin_memory,
             dataloader_num_workers=policy.workers,
             dataloader_multiprocessing_context=policy.start_method if policy.workers else None,
+            ddp_backend=policy.backend if "WORLD_SIZE" in os.environ else None,
+            ddp_find_unused_parameters=True,  # a stage or a batch without pictures leaves adapters without gradients
             save_steps=config.save_steps,
-            save_total_limit=2,
             logging_steps=1,
             logging_nan_inf_filter=False,  # a NaN must be seen
             remove_unused_columns=False,
             disable_tqdm=True,  # the watch has a bar of its own
-            report_to="none",
+            report_to="tensorboard" if config.tensorboard else "none",
             seed=config.seed,
             data_seed=config.seed,
         )
@@ -202,156 +308,105 @@ class RecipeTrainer(Trainer):
             args=arguments,
             train_dataset=dataset,
             data_collator=VisionLanguageCollator(processor),
-            callbacks=[StageSwitch(model, recipe, self.stage_ends), watch],
+            callbacks=[StageSwitch(model, recipe, ends), watch],
         )
+        self.ends = ends
         self.remove_callback(PrinterCallback)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """One group a learning rate; every trainable tensor is in exactly one."""
-        groups = {}
-        for item in adapter_parameters(self.model):
-            groups.setdefault(learning_rate_of(item.scope, self.recipe), []).append(item.parameter)
         optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        self.optimizer = optimizer([{"params": group, "lr": rate} for rate, group in groups.items()], **options)
+        self.optimizer = optimizer(parameter_groups(self.model, self.recipe), **options)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """Warm-up and decay within each stage."""
-        shape = stage_schedule(self.recipe, self.stage_ends)
+        shape = stage_schedule(self.recipe, self.ends)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, shape)
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        self.watch.count(inputs)
-        return super().training_step(model, inputs, num_items_in_batch)
+        inputs = dict(inputs)
+        self.watch.count(inputs, inputs.pop("row").tolist())
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.losses.append(loss)
+        if self.accelerator.sync_gradients:
+            self._guard()
+        return loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        if not loss.requires_grad:  # no adapter took part: vision adapters alone, and a batch without pictures
+            loss = loss + 0.0 * sum(item.parameter.sum() for item in adapter_parameters(self.model))
+        return loss
+
+    def _guard(self) -> None:
+        """Nothing that isn't finite reaches the optimizer; with a loss scale, an overflow is the scaler's business."""
+        losses, self.losses = torch.stack(self.losses), []
+        if self.accelerator.scaler is not None:
+            return
+        grads = {item.name: item.parameter.grad for item in adapter_parameters(self.model) if item.parameter.grad is not None}
+        try:
+            self.watch.check(losses, grads)
+        except NonFinite as fault:
+            if self.config.on_nonfinite == "stop":
+                raise
+            for gradient in grads.values():
+                gradient.zero_()
+            self.watch.skipped(str(fault))
 
     def count_operators(self) -> int:
         """Aten calls other than views in the forward and backward of one micro-batch."""
-        batch = self._prepare_inputs(next(iter(self.get_train_dataloader())))
+        batch = self._prepare_inputs(self.data_collator([self.train_dataset[i] for i in range(self.args.train_batch_size)]))
+        batch.pop("row")
         self.model.train()
 
         def step():
             with self.compute_loss_context_manager():
-                self.model(**batch).loss.backward()
+                self.compute_loss(self.model, batch).backward()
 
         census = operator_census(step)
         self.model.zero_grad()
         return census.total
 
+    def _get_output_dir(self, trial) -> str:
+        return str(self.checkpoints)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """A checkpoint is written beside its place, flushed, and renamed: it is whole or it isn't there."""
+        output, name = self.checkpoints, f"checkpoint-{self.state.global_step}"
+        self.checkpoints = output / "partial"
+        try:
+            if self.args.should_save:
+                shutil.rmtree(self.checkpoints, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                for path in (self.checkpoints / name).iterdir():
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
+                shutil.rmtree(output / name, ignore_errors=True)  # of an earlier run that this one repeats
+                (self.checkpoints / name).rename(output / name)
+                for path in sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))[:-KEPT]:
+                    shutil.rmtree(path)
+        finally:
+            if self.args.should_save:
+                shutil.rmtree(self.checkpoints, ignore_errors=True)
+            self.checkpoints = output
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({item.name: item.parameter.detach() for item in adapter_parameters(self.model)}, folder / TRAINABLE)
-        (folder / HISTORY).write_text(json.dumps(self.watch.history))
+        save_file({item.name: item.parameter.detach().contiguous() for item in adapter_parameters(self.model)}, folder / TRAINABLE)
+        (folder / HISTORY).write_text(json.dumps(dict(history=self.watch.history, evaluations=self.watch.evaluations)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         saved = load_file(Path(resume_from_checkpoint) / TRAINABLE)
-        own = {item.name: item.parameter for item in adapter_parameters(self.model)}
-        if saved.keys() != own.keys():
-            odd = sorted(saved.keys() ^ own.keys())
-            raise ValueError(f"{resume_from_checkpoint}: {len(odd)} adapter tensors differ from the recipe's, first {odd[0]}")
         with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(saved[name])
-        self.watch.history = json.loads((Path(resume_from_checkpoint) / HISTORY).read_text())
-
-
-def learning_rate_of(scope: str, recipe: Recipe) -> float:
-    """The recipe's rate for a scope: that of the longest word of `learning_rates` that it begins with."""
-    words = [word for word in recipe.learning_rates if scope == word or scope.startswith(f"{word}.")]
-    return recipe.learning_rates[max(words, key=len)] if words else recipe.learning_rate
-
-
-def stage_ends(recipe: Recipe, steps: int) -> tuple[int, ...]:
-    """The step after each stage's last; each stage has at least one step."""
-    ends, share = [], 0.0
-    for i, stage in enumerate(recipe.stages):
-        share += stage.share
-        ends.append(max(round(share * steps), i + 1))
-    return tuple(ends)
-
-
-def stage_schedule(recipe: Recipe, ends: Sequence[int]):
-    """The factor on the learning rate by step: linear warm-up, then the recipe's decay, in each stage anew."""
-
-    def factor(step: int) -> float:
-        stage = next((i for i, end in enumerate(ends) if step < end), len(ends) - 1)
-        start = ends[stage - 1] if stage else 0
-        length = ends[stage] - start
-        warmup = math.ceil(recipe.warmup_ratio * length)
-        done = step - start
-        if done < warmup:
-            return (done + 1) / (warmup + 1)
-        progress = (done - warmup) / max(1, length - warmup)
-        return {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0}[recipe.scheduler]
-
-    return factor
-
-
-class StageSwitch(TrainerCallback):
-    """Lets the current stage's adapters, and no others, get gradients."""
-
-    def __init__(self, model: torch.nn.Module, recipe: Recipe, ends: Sequence[int]):
-        self.model, self.recipe, self.ends = model, recipe, ends
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        stage = next(i for i, end in enumerate(self.ends) if state.global_step < end)
-        stage_parameters(self.model, self.recipe.stages[stage])
-
-
-class Watch(TrainerCallback):
-    """Keeps the history, one entry an optimizer step, and shows it in a progress bar."""
-
-    def __init__(self):
-        self.history, self.bar, self.step = [], None, 0
-        self.images = self.tokens = 0
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.step = state.global_step
-        self.bar = tqdm(total=state.max_steps, initial=self.step, desc="training", unit="step")
-        self.mark = time.perf_counter()
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.waited = time.perf_counter() - self.mark
-
-    def count(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        self.images += len(inputs.get("image_grid_thw", ()))
-        self.tokens += int(inputs["attention_mask"].sum())
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "grad_norm" not in logs:  # the summary after the last step
-            return
-        now = time.perf_counter()  # the loss has been read: the device is done with the step
-        entry = dict(
-            step=state.global_step,
-            loss=logs["loss"],
-            grad_norm=logs["grad_norm"],
-            learning_rate=logs["learning_rate"],
-            step_time_s=now - self.mark,
-            data_wait_s=self.waited,
-            images=self.images,
-            tokens=self.tokens,
-        )
-        self.history.append({key: value if math.isfinite(value) else str(value) for key, value in entry.items()})
-        self.images = self.tokens = 0
-        self.mark, self.step = now, state.global_step
-        self.bar.set_postfix(loss=f"{logs['loss']:.3f}", grad_norm=f"{logs['grad_norm']:.2f}", refresh=False)
-        self.bar.update()
-
-    def on_save(self, args, state, control, **kwargs):
-        self.mark = time.perf_counter()  # writing a checkpoint is no part of a step
-
-    def summary(self) -> dict[str, float]:
-        """Medians over the steps after the first three, which warm caches up."""
-        steps = self.history[3:] or self.history
-        time_s = statistics.median(entry["step_time_s"] for entry in steps)
-        wait = sum(entry["data_wait_s"] for entry in steps) / sum(entry["step_time_s"] for entry in steps)
-        return dict(step_time_s=time_s, data_wait_share=wait)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+            for item in adapter_parameters(self.model):
+                item.parameter.copy_(saved[item.name])
+        kept = json.loads((Path(resume_from_checkpoint) / HISTORY).read_text())
+        self.watch.history, self.watch.evaluations = kept["history"], kept["evaluations"]
 
 
 @contextlib.contextmanager

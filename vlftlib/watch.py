@@ -1,0 +1,162 @@
+"""What is seen of a run while it runs: history, progress bar, faults, jumps and leaks."""
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+
+import psutil
+import torch
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+WINDOW = 20  # steps that a jump is judged against
+MAX_SKIPS = 8  # a loss scale that is halved so often in a row finds nothing to scale
+
+
+class NonFinite(ArithmeticError):
+    """A loss or gradient that is not a number or infinite; the message names step, rows and tensor."""
+
+
+class Watch(TrainerCallback):
+    """Keeps the history, one entry an optimizer step, shows it in a progress bar, and notes what is odd.
+
+    An entry has step, loss, grad_norm (before clipping), learning_rate, step_time_s (from the end of one step to the end of the
+    next, checkpoints and evaluations left out), data_wait_s, images, tokens and memory_bytes; also rows and event
+    ("loss jump", "gradient spike", "skipped: ...") where there is one.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.history, self.evaluations, self.bar, self.step = device, [], [], None, 0
+        self.images = self.skips = 0
+        self.tokens: list[torch.Tensor] = []
+        self.rows: list[int] = []
+        self.event: str | None = None
+        self.leak_at = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.step = state.global_step
+        self.bar = tqdm(
+            total=state.max_steps, initial=self.step, desc="training", unit="step", disable=not state.is_world_process_zero
+        )
+        self.mark = time.perf_counter()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.waited = time.perf_counter() - self.mark
+
+    def count(self, inputs: Mapping[str, torch.Tensor], rows: Sequence[int]) -> None:
+        """One micro-batch that is about to be trained on."""
+        self.images += len(inputs.get("image_grid_thw", ()))
+        self.tokens.append(inputs["attention_mask"].sum())  # read when the step is done, not to wait for the device here
+        self.rows += rows
+
+    def check(self, losses: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Look at an optimizer step's losses and gradients, before clipping.
+
+        Raises:
+            NonFinite: one isn't finite.
+        """
+        norms = torch.stack([*torch._foreach_norm(list(gradients.values())), losses.float().norm()])
+        if torch.isfinite(norms.sum()):  # one wait for the device
+            return
+        names = [name for name, norm in zip(gradients, norms) if not torch.isfinite(norm)]
+        place = f"in the gradient of {names[0]} and {len(names) - 1} more" if names else "in the loss"
+        shown = [round(loss, 4) for loss in losses.tolist()]
+        raise NonFinite(f"step {self.step + 1}: not finite {place}; losses {shown}, rows {sorted(self.rows)}")
+
+    def skipped(self, reason: str) -> None:
+        """An optimizer step that changed nothing: a loss scale's overflow, or a step left out on request."""
+        self.event, self.skips = f"skipped: {reason}", self.skips + 1
+        if self.skips >= MAX_SKIPS:
+            raise NonFinite(f"step {self.step + 1}: {self.skips} skipped steps in a row, rows {sorted(self.rows)} in the last")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "grad_norm" not in logs:  # the summary after the last step
+            return
+        now = time.perf_counter()  # the loss has been read: the device is done with the step
+        entry = dict(
+            step=state.global_step,
+            loss=logs["loss"],
+            grad_norm=logs["grad_norm"],
+            learning_rate=logs["learning_rate"],
+            step_time_s=now - self.mark,
+            data_wait_s=self.waited,
+            images=self.images,
+            tokens=int(sum(self.tokens)),
+            memory_bytes=self.memory(),
+        )
+        if self.event is None:
+            self.skips = 0
+        self.event = self.event or self.jump(entry)
+        if self.event:
+            entry |= dict(event=self.event, rows=sorted(self.rows))
+        # JSON has no infinity: a skipped step's gradient norm is kept as text.
+        self.history.append({k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()})
+        self.images, self.tokens, self.rows, self.event = 0, [], [], None
+        self.mark, self.step = now, state.global_step
+        self.bar.set_postfix(
+            loss=f"{entry['loss']:.3f}",
+            grad_norm=f"{entry['grad_norm']:.2f}",
+            images=f"{entry['images'] / entry['step_time_s']:.1f}/s",
+            memory=f"{entry['memory_bytes'] / 2**30:.2f}G",
+            refresh=False,
+        )
+        self.bar.update()
+        self.look_for_leak()
+
+    def memory(self) -> int:
+        """Bytes in use now: by the accelerator's tensors, or by this process."""
+        if self.device.type == "cpu":
+            return psutil.Process().memory_info().rss
+        return torch.accelerator.memory_allocated(self.device)
+
+    def jump(self, entry: Mapping[str, float]) -> str | None:
+        """Whether a step's loss or gradient norm stands out of the last ones: above twice their median and six deviations."""
+        for key, name in (("loss", "loss jump"), ("grad_norm", "gradient spike")):
+            recent = [past[key] for past in self.history[-WINDOW:] if isinstance(past[key], float)]
+            if len(recent) < WINDOW:
+                continue
+            median = statistics.median(recent)
+            deviation = 1.4826 * statistics.median(abs(value - median) for value in recent)  # as a normal's sigma
+            if entry[key] > max(2 * median, median + 6 * deviation):
+                return name
+        return None
+
+    def look_for_leak(self) -> None:
+        """Warn, once every 100 steps, of memory or step time that grows steadily over the last 200."""
+        if self.step < max(200, self.leak_at):
+            return
+        for key, unit in (("memory_bytes", "memory"), ("step_time_s", "step time")):
+            values = [entry[key] for entry in self.history[-200:]]
+            quarters = [statistics.median(values[i : i + 50]) for i in range(0, 200, 50)]
+            if len(values) == 200 and all(b > 1.02 * a for a, b in zip(quarters, quarters[1:])):
+                growth = quarters[-1] / quarters[0] - 1
+                warnings.warn(
+                    f"{unit} grew steadily by {growth:.0%} over the last 200 steps (to {quarters[-1]:.3g}); known causes: pictures "
+                    "of ever new sizes (set max_pixels), tensors kept by a callback, a fragmented allocator "
+                    "(expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF or PYTORCH_NPU_ALLOC_CONF), a full disk cache",
+                    stacklevel=2,
+                )
+                self.leak_at = self.step + 100
+
+    def pause(self) -> None:
+        """What has been done since the last step was no part of the next."""
+        self.mark = time.perf_counter()
+
+    def on_save(self, args, state, control, **kwargs):
+        self.pause()
+
+    def summary(self) -> dict[str, float]:
+        """Medians over the steps after the first three, which warm caches up."""
+        steps = self.history[3:] or self.history
+        time_s = sum(entry["step_time_s"] for entry in steps)
+        return dict(
+            step_time_s=statistics.median(entry["step_time_s"] for entry in steps),
+            train_images_per_second=sum(entry["images"] for entry in steps) / time_s,
+            data_wait_share=sum(entry["data_wait_s"] for entry in steps) / time_s,
+        )
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
