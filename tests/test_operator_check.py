@@ -5,8 +5,10 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
+from vlftlib.adapters import apply_recipe
 from vlftlib.operator_check import build_shell, check_operators, choose_attention, compare_attention, random_inputs
 from vlftlib.operators import ascend_fallbacks
+from vlftlib.recipes import RECIPES, get_recipe
 from vlftlib.tiny_base import build_model, build_tokenizer
 
 
@@ -149,3 +151,23 @@ def test_a_training_step_and_a_generation_have_no_fallback(model):
     model.eval().zero_grad()
     prompt = {name: value for name, value in inputs.items() if name not in ("labels", "use_cache")}
     assert ascend_fallbacks(lambda: model.generate(**prompt, max_new_tokens=3)) == ()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_recipe_has_a_fallback_in_its_training_step_or_its_answers(name):
+    model = build_model(build_tokenizer())
+    inputs = random_inputs(model.config, 0)
+    apply_recipe(model, get_recipe(name))
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+
+    def step():
+        model(**inputs).loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+
+    assert trained and ascend_fallbacks(step) == ()
+    prompt = {name: value for name, value in inputs.items() if name not in ("labels", "use_cache")}
+    model.eval()
+    assert ascend_fallbacks(lambda: model.generate(**prompt, max_new_tokens=2)) == ()

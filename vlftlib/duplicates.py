@@ -3,7 +3,7 @@
 A perceptual hash proposes pairs: 64 bits each of imagehash's pHash and dHash. By itself it proposes mostly nonsense where
 pictures are alike (2,600 product pictures: about 2,000 pairs, all of different products). So a comparison of pixels
 confirms: both pictures at the smaller one's size, averaged over cells of about 10 px, and no block of 3 x 3 cells may
-differ by more than a tolerance, which is wider where the picture itself is busy. Two pages that differ in letters smaller
+differ by more than a tolerance, which is wider where the picture itself is noisy or busy. Two pages that differ in letters smaller
 than a cell still count as copies: hence rows are dropped only where their answers agree, too.
 """
 
@@ -25,11 +25,12 @@ from tqdm.auto import tqdm
 from vlftlib.forms import Example, Rejection
 from vlftlib.images import ImageError, load_image
 
-HASH_DISTANCE = 16  # bits of 128; copies of a third of the size at JPEG quality 60 reach it
+HASH_DISTANCE = 18  # bits of 128; copies of a third of the size at JPEG quality 60 reach 16
 CELLS = 24  # of a fingerprint's side
-LOOSE = 4.0  # grey levels, for fingerprints; confirmation is stricter
-# Grey levels a block may differ by, plus a tenth of its own contrast. Neighbouring cells of ELPV's modules start at 1.27.
-TOLERANCE, TOLERANCE_SMALL, SMALL = 1.15, 1.7, 0.45  # the second where one picture is less than SMALL of the other
+LOOSE = 6.0  # grey levels, for fingerprints; confirmation is stricter
+# Grey levels that a block may differ by: a part, and a share of the noisier picture's mean step between neighbouring
+# pixels, since what recompressing and resizing take away grows with it. Neighbouring cells of ELPV's modules come closest.
+STEADY, NOISY = 0.55, 0.24
 FEW = 400  # pictures that aren't worth starting processes for
 
 
@@ -113,18 +114,19 @@ def same_picture(first: Image.Image, second: Image.Image) -> bool:
         return False
     size = tuple(min(first.size[k], second.size[k], 1024) for k in (0, 1))
     cells = CELLS * max(1, round(min(size) / 256))
-    grids = []
+    grids, noise = [], 0.0
     for picture in (first, second):
         if picture.size != size:
             picture = picture.resize(size, Image.Resampling.BICUBIC)
+        pixels = np.asarray(picture.convert("L"), np.int16)
+        noise = max([noise, *(np.abs(np.diff(pixels, axis=axis)).mean() for axis in (0, 1) if size[1 - axis] > 1)])
         grids.append(np.asarray(picture.resize((cells, cells), Image.Resampling.BOX), np.uint8))
-    small = min(first.width / second.width, second.width / first.width) < SMALL
-    tolerance = TOLERANCE_SMALL if small else TOLERANCE
+    tolerance = STEADY + NOISY * noise
     weights = np.float32([0.299, 0.587, 0.114])  # luma, ITU-R BT.601
     grey = _block_difference(*((grid @ weights)[None] for grid in grids))[0]
-    # Copies may store colour coarsely (JPEG halves it, palettes round it): it only has to agree within 4 tolerances.
+    # Copies may store colour coarsely (JPEG halves it, palettes round it): it only has to agree within five tolerances.
     colour = max(_block_difference(*(grid[None, :, :, k] for grid in grids))[0] for k in range(3))
-    return bool(grey <= tolerance and colour <= 4 * tolerance)
+    return bool(grey <= tolerance and colour <= 5 * tolerance)
 
 
 def _block_difference(first: np.ndarray, second: np.ndarray) -> np.ndarray:

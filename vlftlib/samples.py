@@ -180,7 +180,7 @@ def make_products(folder: str | os.PathLike | None = None) -> Path:
                 picture.save(partial / file, **({"quality": 92} if file.endswith("jpg") else {}))
                 rows.append(_row(file, QUESTION, product.answer))
             _write_rows(partial / f"{name}.jsonl", rows)
-        partial.rename(folder)
+        _publish(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
@@ -217,7 +217,7 @@ def make_elpv(folder: str | os.PathLike | None = None) -> Path:
         (partial / "cells").symlink_to(source, target_is_directory=True)
         for name, part in (("train", train), ("validation", validation), ("test", test)):
             _write_rows(partial / f"{name}.jsonl", part)
-        partial.rename(folder)
+        _publish(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
@@ -297,6 +297,14 @@ def load_splits(data: str | os.PathLike, root: str | os.PathLike | None = None) 
         found = sum(map(len, parts.values()))
         raise ValueError(f"{data}: no example for {', '.join(empty)} ({found} found, {len(rejected)} rejected{first})")
     return Splits(str(data), parts, tuple(rejected), two_class_accuracy if made is make_elpv else None)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process of the same run was quicker
+            raise
 
 
 def _made(folder: Path) -> Path:

@@ -11,9 +11,6 @@ import json
 import math
 import os
 import shutil
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +19,13 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from vlftlib import runs
 from vlftlib.adapters import adapter_parameters, apply_recipe, count_parameters, save_adapters
+from vlftlib.callbacks import EvaluateAt, leave_on_signal
 from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
 from vlftlib.devices import PlatformPolicy, apply_policy, describe_environment, platform_policy
 from vlftlib.evaluation import Evaluation, evaluate
@@ -192,62 +190,6 @@ def _check_same_run(earlier: dict, setup: dict, output: Path) -> None:
             raise ValueError(f"{output} can't be resumed with another {name}: {there[name]!r} there, {here[name]!r} here")
 
 
-class EvaluateAt(TrainerCallback):
-    """Evaluates on the validation examples after chosen optimizer steps."""
-
-    def __init__(self, steps: Sequence[int], model, processor, examples: Sequence[Example] | None, watch: Watch, metric):
-        self.steps, self.model, self.processor = frozenset(steps), model, processor
-        self.examples, self.watch, self.metric = examples, watch, metric
-        if steps and not examples:
-            raise ValueError(f"eval_steps {tuple(steps)}: there are no validation examples to evaluate on")
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "grad_norm" in logs and state.global_step in self.steps:
-            evaluation = evaluate(self.model, self.processor, self.examples, split="validation", metric=self.metric)
-            self.watch.evaluations.append(evaluation.as_dict(state.global_step))
-            self.watch.pause()
-
-
-class LeaveOnSignal(TrainerCallback):
-    """Ends the run after the optimizer step under way, with a checkpoint, once a signal has come to any process."""
-
-    def __init__(self):
-        self.signal: int | None = None
-
-    def on_step_end(self, args, state, control, **kwargs):
-        came = torch.tensor(self.signal or 0, device=args.device)
-        if args.world_size > 1:
-            torch.distributed.all_reduce(came, torch.distributed.ReduceOp.MAX)
-        if came.item():
-            self.signal = int(came)
-            control.should_save = control.should_training_stop = True
-
-
-@contextlib.contextmanager
-def leave_on_signal(trainer: Trainer):
-    """Let the first SIGTERM or Ctrl-C end the run in order; a second one ends it at once. Only in a process's main thread."""
-    left = LeaveOnSignal()
-    trainer.add_callback(left)
-    if threading.current_thread() is not threading.main_thread():
-        yield left
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(number, frame):
-        left.signal = number
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        print("leaving after this step, with a checkpoint; once more to leave at once", file=sys.stderr)
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield left
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def write_answers(evaluations: Sequence[Evaluation], path: Path) -> None:
     """Every expected and given answer, one JSON line each, to be read beside the run record."""
     rows = [dict(split=e.split, expected=expected, given=given) for e in evaluations for expected, given in e.answers]
@@ -269,16 +211,10 @@ class RecipeTrainer(Trainer):
     def __init__(self, model, processor, recipe: Recipe, dataset, policy: PlatformPolicy, config: TrainConfig, output, watch):
         self.recipe, self.config, self.watch, self.checkpoints = recipe, config, watch, Path(output)
         self.losses: list[torch.Tensor] = []
-        steps = config.max_steps
-        if steps is None:
-            batches = math.ceil(len(dataset) / (recipe.batch_size * int(os.environ.get("WORLD_SIZE", 1))))
-            steps = math.ceil(batches / recipe.gradient_accumulation_steps) * recipe.num_epochs
-        ends = stage_ends(recipe, max(1, math.ceil(steps)))
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         arguments = TrainingArguments(
             output_dir=str(output),
-            max_steps=ends[-1],
             per_device_train_batch_size=recipe.batch_size,
             gradient_accumulation_steps=recipe.gradient_accumulation_steps,
             learning_rate=recipe.learning_rate,
@@ -292,7 +228,7 @@ class RecipeTrainer(Trainer):
             dataloader_pin_memory=policy.pin_memory,
             dataloader_num_workers=policy.workers,
             dataloader_multiprocessing_context=policy.start_method if policy.workers else None,
-            ddp_backend=policy.backend if "WORLD_SIZE" in os.environ else None,
+            ddp_backend=policy.backend,
             ddp_find_unused_parameters=True,  # a stage or a batch without pictures leaves adapters without gradients
             save_steps=config.save_steps,
             logging_steps=1,
@@ -303,14 +239,19 @@ class RecipeTrainer(Trainer):
             seed=config.seed,
             data_seed=config.seed,
         )
+        steps = config.max_steps
+        if steps is None:
+            batches = math.ceil(len(dataset) / (recipe.batch_size * arguments.world_size))
+            steps = math.ceil(batches / recipe.gradient_accumulation_steps) * recipe.num_epochs
+        self.ends = stage_ends(recipe, max(1, math.ceil(steps)))
+        arguments.max_steps = self.ends[-1]
         super().__init__(
             model=model,
             args=arguments,
             train_dataset=dataset,
             data_collator=VisionLanguageCollator(processor),
-            callbacks=[StageSwitch(model, recipe, ends), watch],
+            callbacks=[StageSwitch(model, recipe, self.ends), watch],
         )
-        self.ends = ends
         self.remove_callback(PrinterCallback)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:

@@ -1,8 +1,13 @@
 """The stand-in itself: what is torch_npu's own on it, and what vlftlib makes of it."""
 
+from pathlib import Path
+
 import pytest
 
 from vlftlib import rehearsal
+
+CACHE = Path(__file__).parents[2] / rehearsal.CACHE
+FOREIGN = str(Path(__file__).parent / "foreign.py")
 
 ERRORS = """
     def error(fn):
@@ -134,3 +139,16 @@ def test_doctor(on_npu):
     assert found["faults"] == [] and lines["device"] == "npu (rehearsal), Ascend910B2"
     assert "stand-in" in lines["CANN"] and lines["torch_npu"] == rehearsal.TORCH_NPU
     assert lines["compute"].startswith("matmul, softmax, backward: relative error") and " s" not in lines["compute"][-4:]
+
+
+@pytest.mark.slow
+def test_a_foreign_script_with_workers_and_scaling():
+    done = rehearsal.rehearse([FOREIGN], cache=CACHE, capture=True)
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")]
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(losses) == 12 and losses[-1] < 0.5 * losses[0] and "on Ascend910B2" in done.stdout
+
+
+def test_a_foreign_script_with_an_operator_that_falls_back_is_stopped_with_its_name():
+    done = rehearsal.rehearse([FOREIGN, "--inverse"], cache=CACHE, capture=True)
+    assert done.returncode == 1 and "linalg_inv_ex" in done.stderr.strip().splitlines()[-1]
