@@ -35,7 +35,16 @@ def train(arguments) -> int:
         splits.parts["train"],
         arguments.output,
         evaluate_on={name: splits.parts[name] for name in ("validation", "test")},
-        config=TrainConfig(max_steps=arguments.max_steps, seed=arguments.seed, save_steps=arguments.save_steps),
+        config=TrainConfig(
+            max_steps=arguments.max_steps,
+            seed=arguments.seed,
+            save_steps=arguments.save_steps,
+            max_length=arguments.max_length,
+            gradient_checkpointing=arguments.gradient_checkpointing,
+            eval_steps=tuple(arguments.eval_steps),
+            on_nonfinite=arguments.on_nonfinite,
+            tensorboard=arguments.tensorboard,
+        ),
         data=splits.describe(),
         metric=splits.metric,
         resume=arguments.resume,
@@ -265,6 +274,11 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--precision", choices=PRECISIONS, help="the platform's by default")
     command.add_argument("--output", type=Path, required=True, help="a new folder for adapters, checkpoints and run.json")
     command.add_argument("--save-steps", type=int, default=200, help="optimizer steps between checkpoints")
+    command.add_argument("--eval-steps", type=int, nargs="+", default=[], help="steps after which the validation part is answered")
+    command.add_argument("--max-length", type=int, default=4096, help="examples of more tokens are rejected")
+    command.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations, in both towers")
+    command.add_argument("--on-nonfinite", choices=("stop", "skip"), default="stop", help="a loss or gradient that isn't finite")
+    command.add_argument("--tensorboard", action="store_true", help="also log for TensorBoard, if that is installed")
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output, or start")
 
     command = add(evaluate, "answer a data set and compare with its answers")
