@@ -170,6 +170,20 @@ def test_long_examples_are_rejected_whole(processor, pictures):
     assert not dataset.examples and str(dataset.rejected[0]) == f"test:1: too many tokens: {length}, limit {length - 1}"
 
 
+def test_old_turns_are_dropped_on_request(processor, pictures):
+    row = example("old " * 30, "a", [None, "see"], "b", "mid", "c", "last?", "d", images=[pictures / "wide.png"], system="S")
+    shorter = example([None, "see"], "b", "mid", "c", "last?", "d", images=row.images, system="S")
+    shortest = example([None, "see"], "b", "last?", "d", images=row.images, system="S")
+    first, second, third = VisionLanguageDataset([row, shorter, shortest], processor).lengths
+    for limit, expected in ((first, row), (first - 1, shorter), (second - 1, shortest)):
+        dataset = VisionLanguageDataset([row], processor, max_length=limit, too_long="drop turns")
+        assert dataset.examples == [expected] and dataset.shortened == (expected is not row)
+    dataset = VisionLanguageDataset([row], processor, max_length=third - 1, too_long="drop turns")
+    assert dataset.rejected[0].detail == f"{first}, limit {third - 1}"
+    with pytest.raises(ValueError, match="use 'reject' or 'drop turns'"):
+        VisionLanguageDataset([row], processor, too_long="cut")
+
+
 def test_tokens_are_counted_from_headers(tokenizer, tmp_path):
     processor = ImageTextProcessor(Qwen2VLImageProcessorPil(min_pixels=3136, max_pixels=90_000), tokenizer, CHAT_TEMPLATE)
     for width, height in [(1, 1), (13, 200), (28, 28), (199, 1), (333, 444), (1000, 10), (41, 43), (640, 480), (29, 5600)]:

@@ -6,8 +6,10 @@ the texts say. Texts are then encoded with special tokens switched off: `<|im_en
 text. Where no text holds such a token, the tokens are those of the stock processor.
 """
 
+import functools
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.utils.data import Dataset
@@ -149,31 +151,59 @@ class VisionLanguageDataset(Dataset):
     Args:
         examples: from `load_examples`.
         processor: Qwen2.5-VL's; its image processor's size limits hold.
-        max_length: examples of more tokens are rejected, whole; the count comes from the pictures' headers.
+        max_length: in tokens, counted from the texts and the pictures' headers; no picture is ever cut.
+        too_long: what becomes of longer examples: "reject" them whole, or "drop turns": leave away the oldest questions
+            without a picture, with their answers, and reject where that isn't enough.
         prompts: items end where the last answer begins, with no labels: for generation. `examples[i].answer` is expected.
 
-    `examples` are those kept, `rejected` the others.
+    `examples` are those kept, `rejected` the others, `shortened` counts those that lost turns.
+
+    Raises:
+        ValueError: another word for `too_long`.
     """
 
-    def __init__(self, examples: Sequence[Example], processor, max_length: int | None = None, prompts: bool = False):
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        processor,
+        max_length: int | None = None,
+        too_long: str = "reject",
+        prompts: bool = False,
+    ):
+        if too_long not in ("reject", "drop turns"):
+            raise ValueError(f"too_long {too_long!r}: use 'reject' or 'drop turns'")
         self.processor, self.prompts = processor, prompts
         self.encoder = ChatEncoder(processor)
-        self.examples, self.rejected = list(examples), []
+        self.examples, self.rejected, self.shortened = list(examples), [], 0
         if max_length is not None:
             self.examples = []
             for example in examples:
                 try:
-                    length = self.count_tokens(example)
-                    if length > max_length:
-                        raise RowError("too many tokens", f"{length}, limit {max_length}")
-                    self.examples.append(example)
+                    self.examples.append(self._fit(example, max_length, too_long == "drop turns"))
                 except (RowError, ImageError) as error:
                     self.rejected.append(Rejection(example.file, example.line, error.kind, error.detail))
+
+    def _fit(self, example: Example, max_length: int, drop: bool) -> Example:
+        length = full = self.count_tokens(example)
+        fitting = example
+        while length > max_length:
+            shorter = _drop_oldest(fitting) if drop else None
+            if shorter is None:
+                raise RowError("too many tokens", f"{full}, limit {max_length}")
+            fitting = shorter
+            length = self.count_tokens(fitting)
+        self.shortened += fitting is not example
+        return fitting
 
     def count_tokens(self, example: Example) -> int:
         """The length of an example's item, from its texts and its pictures' headers alone."""
         counts = [count_image_tokens(self.processor, *image_size(image)) for image in example.images]
         return len(self.encoder.encode(example, counts, self.prompts)[0])
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of every item, for batches grouped by length."""
+        return [self.count_tokens(example) for example in self.examples]
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -197,6 +227,15 @@ class VisionLanguageDataset(Dataset):
             item["labels"] = torch.tensor(labels)
             item["row"] = torch.tensor(index)  # so that the trainer can name it; no input of the model
         return item
+
+
+def _drop_oldest(example: Example) -> Example | None:
+    """The example without its oldest user turn that shows no picture and what follows it up to the next; None if none can go."""
+    starts = [i for i, message in enumerate(example.messages) if message["role"] == "user"]
+    for begin, end in zip(starts, starts[1:]):
+        if not any(part["type"] == "image" for message in example.messages[begin:end] for part in message["content"]):
+            return replace(example, messages=example.messages[:begin] + example.messages[end:])
+    return None
 
 
 def count_image_tokens(processor, width: int, height: int) -> int:
