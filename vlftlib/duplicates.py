@@ -3,8 +3,8 @@
 A perceptual hash proposes pairs: 64 bits each of imagehash's pHash and dHash. By itself it proposes mostly nonsense where
 pictures are alike (2,600 product pictures: about 2,000 pairs, all of different products). So a comparison of pixels
 confirms: both pictures at the smaller one's size, averaged over cells of about 10 px, and no block of 3 x 3 cells may
-differ by more than a tolerance, which is wider where the picture itself is noisy or busy. Two pages that differ in letters smaller
-than a cell still count as copies: hence rows are dropped only where their answers agree, too.
+differ by more than a tolerance, which is wider where the picture itself is noisy or busy. Two pages that differ in letters
+smaller than a cell still count as copies: hence rows are dropped only where their answers agree, too.
 """
 
 import functools
@@ -55,7 +55,8 @@ def scan_pictures(sources: Iterable[str], processes: int | None = None, progress
         progress: show a bar.
     """
     sources = list(dict.fromkeys(sources))
-    processes = processes or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else processes or os.cpu_count()
+    if processes is None:  # a container may lend fewer cores than the machine has
+        processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     bar = functools.partial(tqdm, total=len(sources), desc="reading pictures", unit="image", disable=not progress)
     if processes == 1 or len(sources) < FEW:
         return dict(zip(sources, bar(map(scan_picture, sources))))

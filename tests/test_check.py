@@ -1,0 +1,132 @@
+import json
+import os
+import time
+import tracemalloc
+
+import pytest
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from vlftlib.awkward import awkward_files
+from vlftlib.check import check_examples
+from vlftlib.dataset import VisionLanguageDataset, load_examples
+from vlftlib.images import load_image
+from vlftlib.models import ImageTextProcessor
+from vlftlib.tiny_base import CHAT_TEMPLATE, build_tokenizer
+
+
+@pytest.fixture(scope="module")
+def processor():
+    images = Qwen2VLImageProcessorPil(min_pixels=4 * 28 * 28, max_pixels=16 * 28 * 28)
+    return ImageTextProcessor(images, build_tokenizer(), chat_template=CHAT_TEMPLATE)
+
+
+def write_rows(folder, rows):
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return load_examples(folder / "rows.jsonl")
+
+
+def noise(path, size=(60, 40)):
+    Image.effect_noise(size, 90).convert("RGB").save(path)
+
+
+def test_awkward_folder(processor, tmp_path):
+    files = awkward_files(tmp_path)
+    report = check_examples(load_examples(tmp_path / "rows.jsonl"), processor, processes=1, progress=False)
+    readable = [file for file in files if file.quarters]
+    assert len(report.examples) == len(readable) + 2 and len(report.sizes) == len(readable)
+    kinds = report.as_dict()["rejected"]
+    for kind in {file.rejection for file in files if file.rejection}:
+        assert kinds[kind] == sum(file.rejection == kind for file in files)
+    assert len(report.rejected) == len(files) - len(readable) + 7
+    assert [r.line for r in report.rejected] == sorted(r.line for r in report.rejected)
+    # Turned and resaved forms of one scene are copies; all rows about it agree.
+    plain = report.duplicates.pictures[str(tmp_path / "plain.png")]
+    for name in ("turned-6.jpg", "turned.tiff", "palette.png", "animated.gif", "profile.png", "print.jpg"):
+        assert report.duplicates.pictures[str(tmp_path / name)] == plain, name
+    assert report.duplicates.pictures[str(tmp_path / "grey.png")] != plain
+    assert not report.duplicates.conflicts
+    for example in report.examples:  # what the report calls usable is usable
+        for image in example.images:
+            load_image(image)
+
+
+def test_figures(processor, tmp_path):
+    noise(tmp_path / "a.png")
+    noise(tmp_path / "b.png", (300, 20))
+    rows = [
+        {"query": "<image>What?", "response": "colour: red, kind: a", "images": ["a.png"]},
+        {"query": "<image>What?", "response": "colour: red, kind: b", "images": ["b.png"]},
+        {"query": "<image>What?", "response": "colour: blue, kind: b", "images": ["b.png"]},
+        {"query": "<image>What?", "response": "colour: red, kind: a", "images": ["a.png"]},
+        {"query": "<image>What?", "response": "colour: red, kind: a", "images": ["none.png"]},
+    ]
+    report = check_examples(write_rows(tmp_path, rows), processor, processes=1, progress=False)
+    items = VisionLanguageDataset(report.examples, processor)
+    assert report.tokens == [len(items[i]["input_ids"]) for i in range(4)]
+    assert report.learnt_tokens == [int((items[i]["labels"] != -100).sum()) for i in range(4)]
+    assert report.sizes == [(60, 40), (300, 20)]
+    assert report.attributes == {"colour": {"red": 3, "blue": 1}, "kind": {"a": 2, "b": 2}}
+    assert report.duplicates.repeated == [(0, 3)] and report.duplicates.conflicts == [(1, 2)]
+    assert report.bad_share == 0.2
+    assert report.verdict == "usable, but 20.0% of the rows are rejected, 1 label conflicts, 1 repeated rows"
+    content = json.loads(json.dumps(report.as_dict()))
+    file = str(tmp_path / "rows.jsonl")
+    assert content["conflicts"] == [[f"{file}:2", f"{file}:3"]] and content["rejected"] == {"image not found": 1}
+    text = str(report)
+    for part in ("5 rows, 4 usable, 2 pictures", f"e.g. {file}:5", "colour: red 75%, blue 25%", "label conflict", "verdict"):
+        assert part in text
+
+
+def test_length_limit(processor, tmp_path):
+    rows = [{"query": "A?", "response": "b"}, {"query": "A?" * 100, "response": "b"}]
+    report = check_examples(write_rows(tmp_path, rows), processor, max_length=60, progress=False)
+    assert [r.kind for r in report.rejected] == ["too many tokens"] and len(report.examples) == 1
+    with pytest.raises(ValueError, match="give the processor"):
+        check_examples(report.examples, max_length=60)
+
+
+def test_nothing_usable(tmp_path):
+    report = check_examples(write_rows(tmp_path, [{"a": 1}]), progress=False)
+    assert report.verdict == "unusable: no row can be trained on" and report.bad_share == 1
+    assert check_examples([], progress=False).bad_share == 1
+    assert "verdict: unusable" in str(report)
+
+
+@pytest.mark.slow
+def test_fifty_thousand_rows_in_memory(tmp_path):
+    noise(tmp_path / "a.png")
+    rows = []
+    for i in range(50_000):
+        answer = f"colour: red, defect: none, number: A{i:05d}"
+        turns = [{"from": "human", "value": f"<image>\nWhat is the {i}th?"}, {"from": "gpt", "value": answer}]
+        rows.append({"image": "a.png", "conversations": turns})
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    del rows
+    tracemalloc.start()
+    loaded = load_examples(tmp_path / "rows.json")
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(loaded.examples) == 50_000 and held / 50_000 < 4096
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size, count, share", [((160, 120), 300, 0.25), ((4000, 3000), 6, 0.4)], ids=["thumbnails", "photos"])
+def test_speed_against_bare_decoding(tmp_path, size, count, share):
+    """In one process both, turn about: the same cores and the same load."""
+    for i in range(count):
+        small = Image.effect_noise((size[0] // 8, size[1] // 8), 60 + i % 40).resize(size).convert("RGB")
+        small.save(tmp_path / f"{i}.jpg", quality=90)
+    names = [f"{i}.jpg" for i in range(count)]
+    loaded = write_rows(tmp_path, [{"query": "<image>A?", "response": "b", "images": [name]} for name in names])
+    bare = checked = 0.0
+    for _ in range(3):
+        began = time.process_time()
+        for name in names:
+            with Image.open(tmp_path / name) as image:
+                image.load()
+        bare += time.process_time() - began
+        began = time.process_time()
+        check_examples(loaded, duplicates=False, processes=1, progress=False)
+        checked += time.process_time() - began
+    assert bare / checked > share, f"{bare / checked:.2f} of bare decoding's speed on {os.cpu_count()} cores"
