@@ -185,7 +185,9 @@ def count_attributes(examples: Sequence[Example]) -> dict[str, Counter]:
     for pairs in parsed:
         for name, value in pairs.items():
             values[name][value] += 1
-    return {name: found for name, found in values.items() if len(found) <= FEW_VALUES} if 2 * len(parsed) > len(examples) else {}
+    if 2 * len(parsed) <= len(examples):
+        return {}
+    return {name: found for name, found in values.items() if len(found) <= FEW_VALUES}
 
 
 def _summary(values: Sequence[float]) -> dict | None:

@@ -230,7 +230,7 @@ class VisionLanguageDataset(Dataset):
 
 
 def _drop_oldest(example: Example) -> Example | None:
-    """The example without its oldest user turn that shows no picture and what follows it up to the next; None if none can go."""
+    """The example without its oldest user turn that shows no picture, and its answer; None where none can go."""
     starts = [i for i, message in enumerate(example.messages) if message["role"] == "user"]
     for begin, end in zip(starts, starts[1:]):
         if not any(part["type"] == "image" for message in example.messages[begin:end] for part in message["content"]):
