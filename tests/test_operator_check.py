@@ -8,7 +8,7 @@ from torch import nn
 from vlftlib.adapters import apply_recipe
 from vlftlib.operator_check import build_shell, check_operators, choose_attention, compare_attention, random_inputs
 from vlftlib.operators import ascend_fallbacks
-from vlftlib.recipes import RECIPES, get_recipe
+from vlftlib.recipes import RECIPES, TINY_BASE_OVERRIDES, get_recipe
 from vlftlib.tiny_base import build_model, build_tokenizer
 
 
@@ -157,7 +157,7 @@ def test_a_training_step_and_a_generation_have_no_fallback(model):
 def test_no_recipe_has_a_fallback_in_its_training_step_or_its_answers(name):
     model = build_model(build_tokenizer())
     inputs = random_inputs(model.config, 0)
-    apply_recipe(model, get_recipe(name))
+    apply_recipe(model, get_recipe(name, **TINY_BASE_OVERRIDES.get(name, {})))
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained)
