@@ -45,8 +45,9 @@ LETTERS = "ABCDEFGH"
 SIZE = 224  # px, both sides
 BACKDROP = 245  # grey value of the catalogue's background
 
-# The shop floor: blur radius in px, brightness and the noise's standard deviation in grey values, each drawn from a range.
-BLUR, LIGHT, NOISE = (0.8, 2.0), (0.25, 0.6), (4, 14)
+# The shop floor, each drawn from a range: blur radius in px, brightness, how much of the green and of the blue the lamp
+# leaves out (green half of it), the share by which the light falls off to one side, noise's standard deviation in grey values.
+BLUR, LIGHT, WARMTH, FALL, NOISE = (0.5, 1.5), (0.6, 0.95), (0.1, 0.3), (0.05, 0.2), (3, 8)
 # part: (pictures, seed)
 PRODUCT_PARTS = {"train": (1600, 11), "validation": (200, 12), "test": (400, 13), "catalogue": (400, 14)}
 GRADES = ("0", "1/3", "2/3", "1")  # ELPV's defect probability
@@ -145,11 +146,11 @@ def _draw_defect(image: Image.Image, defect: str, rng: random.Random, ink: tuple
 def shop_floor(picture: Image.Image, rng: random.Random) -> Image.Image:
     """The same product as a cheap camera sees it on the line: unsharp, dim, under a warm lamp at one side, noisy."""
     pixels = np.asarray(picture.filter(ImageFilter.GaussianBlur(rng.uniform(*BLUR))), np.float32)
-    warmth = np.float32([1, rng.uniform(0.78, 0.88), rng.uniform(0.5, 0.65)])
-    angle, depth = rng.uniform(0, 2 * math.pi), rng.uniform(0.1, 0.3)
+    cast = rng.uniform(*WARMTH)
+    angle, depth = rng.uniform(0, 2 * math.pi), rng.uniform(*FALL)
     ramp = np.linspace(-1, 1, SIZE, dtype=np.float32)
     lamp = 1 + depth * (math.cos(angle) * ramp[None, :] + math.sin(angle) * ramp[:, None])
-    pixels = pixels * rng.uniform(*LIGHT) * warmth * lamp[..., None]
+    pixels = pixels * rng.uniform(*LIGHT) * np.float32([1, 1 - cast / 2, 1 - cast]) * lamp[..., None]
     noise = np.random.default_rng(rng.getrandbits(32)).standard_normal(pixels.shape, np.float32)
     return Image.fromarray(np.clip(pixels + rng.uniform(*NOISE) * noise, 0, 255).astype(np.uint8))
 
