@@ -61,7 +61,7 @@ def test_autoload_failure_names_the_variable(broken_torch_npu):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
-    code = f"import sys; sys.path.insert(0, {str(broken_torch_npu)!r}); from vlftlib.devices import get_device; get_device('cpu')"
+    code = f"import sys; sys.path.insert(0, {str(broken_torch_npu)!r}); from vlftlib import devices; devices.get_device('cpu')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

@@ -21,14 +21,19 @@ compatible_version=[V100R001C13],[V100R001C15]
 compatible_version_fw=[7.0.0,7.6.99]
 package_version=24.1.0
 """
-FIRMWARE = "Version=7.6.0.1.231\nfirmware_version=1.0\npackage_version=24.1.0\ncompatible_version_drv=[23.0.0,23.0.0.],[24.0,24.0.]\n"
+FIRMWARE = """\
+Version=7.6.0.1.231
+firmware_version=1.0
+package_version=24.1.0
+compatible_version_drv=[23.0.0,23.0.0.],[24.0,24.0.]
+"""
 CANN = {  # generation: its files in the installation's folder
     "9.1.0": {"aarch64-linux/ascend_toolkit_install.info": "package_name=Ascend-cann-toolkit\nversion=9.1.0\narch=aarch64\n"},
     "8.5.0": {"runtime/version.info": "Version=8.5.0.2.220\nversion_dir=8.5.0\n"},
     "8.3.RC2": {
         "x86_64-linux/ascend_toolkit_install.info": "package_name=Ascend-cann-toolkit\nversion=8.3.RC2\ninnerversion=V100R001\n"
     },
-    "8.0.0": {"version.cfg": "# version: 1.0\nruntime_running_version=[7.6.0.1.220:8.0.0]\nopp_running_version=[7.6.0:8.0.0]\n"},
+    "8.0.0": {"version.cfg": "# version: 1.0\nruntime_running_version=[7.6.0.1.220:8.0.0]\n"},
     "6.3.RC2": {"x86_64-linux/ascend_toolkit_install.info": "version=6.3.RC2\n", "opp/version.info": "Version=1.84.15.1\n"},
 }
 SMI_A2 = """\

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlftlib.platforms import HCCL_TIMEOUTS, cpu_settings, cuda_settings, npu_settings
+
 if TYPE_CHECKING:
     import torch
 
@@ -27,14 +29,6 @@ DEVICE_TYPES = ("npu", "cuda", "cpu")  # in the order of preference
 PRECISIONS = ("float32", "bf16", "fp16")
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 STAND_IN_MARK = "vlftlib_stand_in"  # a symbol that only the rehearsal's libascendcl.so exports
-
-# Seconds below which a variable is raised; a user's larger value stays. Only variables that something reads are here.
-# https://www.hiascend.com/document (envref) and torch_npu's ProcessGroupHCCL.cpp
-HCCL_TIMEOUTS = {
-    "HCCL_CONNECT_TIMEOUT": (600, 120, "loading weights takes some ranks longer than the default 120 s (ms-swift's value)"),
-    "HCCL_EXEC_TIMEOUT": (3600, 1836, "saving or evaluating on one rank holds the others up past 1836 s (Report A: raise it)"),
-    "HCCL_EVENT_TIMEOUT": (3632, 1868, "must exceed HCCL_EXEC_TIMEOUT, as its default does by 32 s (ProcessGroupHCCL.cpp)"),
-}
 
 
 def import_torch():
@@ -132,7 +126,7 @@ def get_device(name: str | torch.device | None = None) -> torch.device:
 
 
 def is_rehearsal() -> bool:
-    """Whether the NPU in this process is the rehearsal's stand-in for CANN; true only of its library, whatever the environment."""
+    """Whether the NPU in this process is the rehearsal's stand-in for CANN, told by its library, not by the environment."""
     if "torch_npu" not in sys.modules:
         return False
     # torch_npu has already loaded this library, so this opens the very one that it runs on.
@@ -212,6 +206,8 @@ def platform_policy(device: str | torch.device, precision: str | None = None, **
     if precision not in (None, *PRECISIONS):
         raise ValueError(f"precision {precision!r}: must be one of {', '.join(PRECISIONS)}")
     settings = {"npu": npu_settings, "cuda": cuda_settings, "cpu": cpu_settings}[kind]()
+    if kind == "cuda" and not import_torch().cuda.is_bf16_supported(including_emulation=False):
+        settings["precision"] = ("fp16", "this GPU has no bf16 (compute capability below 8.0)")
     if precision is not None:
         settings["precision"] = (precision, "asked for by the caller")
     check_precision(kind, settings["precision"][0])
@@ -247,52 +243,6 @@ def check_precision(kind: str, precision: str) -> None:
     if not has:
         chip = torch.npu.get_device_name(0) if kind == "npu" else torch.cuda.get_device_name()
         raise ValueError(f"precision 'bf16' on {kind}: {chip} has no bf16; fp16 (scaled) or float32 is right")
-
-
-def npu_settings() -> dict[str, tuple]:
-    return {
-        "precision": ("fp16", "steadier there than bf16, whose loss jumped near step 800 (Report A)"),
-        "optimizer": ("adamw_torch", "torch's fused Adam fails with fp16 under torch_npu's GradScaler (seen with 2.13, 2.14)"),
-        "attention": ("auto", "SDPA gave NaN and wrong masks on some versions (Report A; Qwen3-VL#1265): probe before use"),
-        "pin_memory": (False, "page-locked batches were unstable there (Report A)"),
-        "workers": (2, "few: each is a process on a host that also feeds the queue (Report B)"),
-        "start_method": ("spawn", "an NPU context doesn't survive a fork (torch_npu.npu: use the 'spawn' start method)"),
-        "max_dropout": (0.02, "more is unsteady there, and the masks come from another stream than CUDA's (Report C)"),
-        "backend": ("hccl", "the only collective library for the chip (accelerate's state.py)"),
-        "reduced_float32": (False, "torch.npu.conv.allow_hf32 defaults to True and would round the patch embedding"),
-    }
-
-
-def cuda_settings() -> dict[str, tuple]:
-    torch = import_torch()
-    bf16 = ("bf16", "float32's range, no scaling (Report A)")
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        bf16 = ("fp16", "this GPU has no bf16 (compute capability below 8.0)")
-    return {
-        "precision": bf16,
-        "optimizer": ("adamw_torch_fused", "one kernel a step; transformers' default"),
-        "attention": ("sdpa", "needs no further package; flash_attention_2 needs flash-attn"),
-        "pin_memory": (True, "lets the copy to the device overlap (torch.utils.data)"),
-        "workers": (4, "keeps the processor's work on pictures off the training process"),
-        "start_method": (None, "workers never touch the device, so Python's default is safe"),
-        "max_dropout": (None, "no limit known"),
-        "backend": ("nccl", "torch.distributed's choice for CUDA"),
-        "reduced_float32": (False, "cuDNN's TF32 is on by default and would round a float32 patch embedding"),
-    }
-
-
-def cpu_settings() -> dict[str, tuple]:
-    return {
-        "precision": ("float32", "the reference that the accelerators are compared with"),
-        "optimizer": ("adamw_torch", "the NPU's, so that losses can be compared step by step"),
-        "attention": ("sdpa", "right and fast there; transformers' default"),
-        "pin_memory": (False, "there is no device to copy to"),
-        "workers": (0, "workers would take the cores that train"),
-        "start_method": (None, "no workers"),
-        "max_dropout": (None, "no limit known"),
-        "backend": ("gloo", "torch.distributed's choice for CPUs"),
-        "reduced_float32": (False, "nothing rounds float32 there"),
-    }
 
 
 def apply_policy(policy: PlatformPolicy, environ: MutableMapping[str, str] = os.environ) -> list[str]:

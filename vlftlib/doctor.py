@@ -111,7 +111,8 @@ def ascend_environment(environ: Mapping[str, str], chips: int) -> list[Finding]:
     if visible is not None:
         name, ids = "ASCEND_RT_VISIBLE_DEVICES", visible.split(",")
         if not all(part.isdecimal() for part in ids) or [int(part) for part in ids] != sorted({int(part) for part in ids}):
-            findings.append(Finding(name, visible, "fault", "ascending numbers and commas alone, as 0,1,3: the rest is cut off"))
+            advice = "ascending numbers and commas alone, as 0,1,3: the rest is cut off"
+            findings.append(Finding(name, visible, "fault", advice))
         elif chips and int(ids[-1]) >= chips:
             findings.append(Finding(name, visible, "fault", f"there are {chips} chips, 0 to {chips - 1}"))
         else:
@@ -269,7 +270,8 @@ def diagnose(
     findings = [Finding("Python", platform.python_version())]
     for package in ("torch", "transformers", "peft", "accelerate"):
         version = devices.version_of(package)
-        findings.append(Finding(package, version) if version else Finding(package, "not installed", "fault", "pip install vlftlib"))
+        missing = Finding(package, "not installed", "fault", f"pip install {package}")
+        findings.append(Finding(package, version) if version else missing)
     torch_npu, torch = devices.version_of("torch_npu"), devices.version_of("torch")
     report = run_probe(device)
     described = report.get("environment", {})

@@ -21,7 +21,8 @@ class Squares(Dataset):
 def main():
     torch.manual_seed(0)
     device = torch.device("npu:0")
-    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    model.append(nn.Linear(32, 4))
     model.to(device)
     if "--inverse" in sys.argv:
         model.append(Inverse())

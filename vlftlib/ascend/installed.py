@@ -38,7 +38,8 @@ def judge_pair(torch: str, torch_npu: str, cann: str | None) -> tuple[str, str]:
     if cann is None:
         return "warning", f"{have}: the row's CANN is {rows[0]['cann']}"
     wanted = " or ".join(row["cann"] for row in rows)
-    return "warning", f"mismatch: {have}, where torch_npu {torch_npu} goes with CANN {wanted}: install {fitting(torch, cann, table)}"
+    advice = f"torch_npu {torch_npu} goes with CANN {wanted}; for this CANN install {fitting(torch, cann, table)}"
+    return "warning", f"mismatch: {have}; {advice}"
 
 
 def fitting(torch: str, cann: str | None, table: dict) -> str:
@@ -122,9 +123,10 @@ def parse_npu_smi(text: str) -> list[dict]:
         For each chip: npu, chip (numbers), name, health, memory_used_mb, memory_total_mb.
     """
     chips, card = [], None
+    chip_row = r"\|\s*(\d+)(?:\s+\d+)?\s*\|\s*[0-9A-F:.]{7,}\s*\|.*?(\d+)\s*/\s*(\d+)\s*\|\s*$"  # chip, used / total
     for line in text.splitlines():
         if match := re.match(r"\|\s*(\d+)\s+([A-Za-z]?\w*\d\w*)\s*\|\s*([A-Z]\w+)\s*\|", line):
             card = {"npu": int(match[1]), "name": match[2], "health": match[3]}
-        elif card and (match := re.match(r"\|\s*(\d+)(?:\s+\d+)?\s*\|\s*[0-9A-F:.]{7,}\s*\|.*?(\d+)\s*/\s*(\d+)\s*\|\s*$", line)):
+        elif card and (match := re.match(chip_row, line)):
             chips.append(card | {"chip": int(match[1]), "memory_used_mb": int(match[2]), "memory_total_mb": int(match[3])})
     return chips

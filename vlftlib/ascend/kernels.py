@@ -23,7 +23,7 @@ def read_lines(name: str) -> list[str]:
 
 @functools.cache
 def table() -> dict[str, str]:
-    """Operator with overload -> native, native_via_out:..., composite_implicit, composite_explicit, cpu_fallback, unregistered."""
+    """Operator with overload -> native, native_via_out:OP, composite_implicit or _explicit, cpu_fallback, unregistered."""
     return dict(line.split("\t") for line in read_lines("native_functions.txt"))
 
 

@@ -1,4 +1,4 @@
-"""Python runs this at its start, in every process of a rehearsal: it waits for torch_npu and then gives it the CPU's arithmetic.
+"""Python runs this at its start, in every process of a rehearsal: it waits for torch_npu, then gives it the CPU's arithmetic.
 
 So scripts, dataloader workers, launched ranks and notebook kernels need no line of their own.
 """
