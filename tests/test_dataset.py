@@ -91,7 +91,7 @@ def test_inputs_are_the_stock_processors(processor, pictures, system):
     item = VisionLanguageDataset([row], processor)[0]
     rendered = processor.tokenizer.apply_chat_template(row.messages, chat_template=processor.chat_template, tokenize=False)
     stock = processor(images=[load_image(name) for name in names], text=[rendered], return_tensors="pt")
-    assert set(stock) | {"labels"} == set(item)
+    assert set(stock) | {"labels", "row"} == set(item)
     for key in stock:
         torch.testing.assert_close(item[key], stock[key].reshape(item[key].shape), rtol=0, atol=0)
 
@@ -149,6 +149,26 @@ def test_prompt_ends_where_the_answer_begins(processor, pictures):
 def test_prompt_without_an_answer(processor):
     ids = VisionLanguageDataset([example("A?")], processor, prompts=True)[0]["input_ids"]
     assert processor.tokenizer.decode(ids).endswith("user\nA?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_nothing_to_learn_is_a_rejection(processor):
+    row = example("A?", "yes")
+    row.messages[1]["loss"] = False
+    dataset = VisionLanguageDataset([row, example("A?"), example("A?", "yes")], processor)
+    assert [r.kind for r in dataset.rejected] == ["no answer to learn"] * 2 and len(dataset) == 1
+
+
+def test_pictures_and_places_must_match(processor, pictures):
+    dataset = VisionLanguageDataset([example(["A?"], "yes", images=[pictures / "wide.png"])], processor)
+    with pytest.raises(ValueError, match="test:1: images and places differ: 1 images, 0 places"):
+        dataset[0]
+
+
+def test_picture_in_the_answer(processor, pictures):
+    row = example([None, "Draw."], ["Here: ", None, " done"], images=[pictures / "wide.png", pictures / "tall.png"])
+    item, prompt = VisionLanguageDataset([row], processor)[0], VisionLanguageDataset([row], processor, prompts=True)[0]
+    assert learnt(processor, item) == "Here:  done<|im_end|>"
+    assert len(item["image_grid_thw"]) == 2 and len(prompt["image_grid_thw"]) == 1
 
 
 def test_template_that_drops_turns_is_refused(tokenizer):
@@ -218,7 +238,8 @@ def test_batches_keep_every_row(processor, pictures):
 def test_batch_of_texts_alone(processor):
     dataset = VisionLanguageDataset([example("A?", "yes"), example("And B?", "no")], processor)
     batch = VisionLanguageCollator(processor)([dataset[0], dataset[1]])
-    assert sorted(batch) == ["attention_mask", "input_ids", "labels", "mm_token_type_ids"]
+    assert sorted(batch) == ["attention_mask", "input_ids", "labels", "mm_token_type_ids", "row"]
+    assert batch["row"].tolist() == [0, 1]
 
 
 def test_collator_refuses(processor):

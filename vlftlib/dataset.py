@@ -24,7 +24,6 @@ __all__ = [
     "Rejection",
     "load_examples",
     "write_examples",
-    "ChatEncoder",
     "VisionLanguageDataset",
     "VisionLanguageCollator",
     "load_image",
@@ -56,7 +55,7 @@ class ChatEncoder:
         Args:
             example: what to encode.
             image_tokens: the number of tokens of each of its pictures.
-            prompt: leave the last answer away and begin an assistant turn in its place.
+            prompt: begin an assistant turn at the end, for generation.
 
         Returns:
             Token ids, and labels of the same length: -100 except on learnt answers and their end tokens.
@@ -65,10 +64,10 @@ class ChatEncoder:
             RowError: a text can't be encoded, or the pictures don't match their places.
         """
         messages = example.messages
-        if prompt:
-            answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            messages = messages[: answers[-1]] if answers else messages
         shape = tuple((m["role"], m.get("loss", True), tuple(part["type"] for part in m["content"])) for m in messages)
+        places = sum(kinds.count("image") for _, _, kinds in shape)
+        if places != len(image_tokens):
+            raise RowError("images and places differ", f"{len(image_tokens)} images, {places} places")
         if (shape, prompt) not in self._plans:
             self._plans[shape, prompt] = self._plan(shape, prompt)
         plan = self._plans[shape, prompt]
@@ -84,7 +83,7 @@ class ChatEncoder:
         ids, labels, counts = [], [], iter(image_tokens)
         for run, learnt in plan:
             if run == self.image_token_id:
-                new = [run] * next(counts, 0)
+                new = [run] * next(counts)
             else:
                 new = [run] if isinstance(run, int) else next(encoded)
             ids += new
@@ -146,7 +145,8 @@ class VisionLanguageDataset(Dataset):
     """Examples as model inputs, computed when asked for.
 
     An item has input_ids, attention_mask, labels, mm_token_type_ids (each (tokens,), int64) and, where there are pictures,
-    pixel_values ((patches, 1176), float32) and image_grid_thw ((pictures, 3), int64, in patches).
+    pixel_values ((patches, 1176), float32) and image_grid_thw ((pictures, 3), int64, in patches). For training it also has
+    row, the example's index.
 
     Args:
         examples: from `load_examples`.
@@ -174,14 +174,16 @@ class VisionLanguageDataset(Dataset):
             raise ValueError(f"too_long {too_long!r}: use 'reject' or 'drop turns'")
         self.processor, self.prompts = processor, prompts
         self.encoder = ChatEncoder(processor)
-        self.examples, self.rejected, self.shortened = list(examples), [], 0
-        if max_length is not None:
-            self.examples = []
-            for example in examples:
-                try:
-                    self.examples.append(self._fit(example, max_length, too_long == "drop turns"))
-                except (RowError, ImageError) as error:
-                    self.rejected.append(Rejection(example.file, example.line, error.kind, error.detail))
+        self.examples, self.rejected, self.shortened = [], [], 0
+        for example in examples:
+            try:
+                if not prompts and not _has_label(example):
+                    raise RowError("no answer to learn")
+                if max_length is not None:
+                    example = self._fit(example, max_length, too_long == "drop turns")
+                self.examples.append(example)
+            except (RowError, ImageError) as error:
+                self.rejected.append(Rejection(example.file, example.line, error.kind, error.detail))
 
     def _fit(self, example: Example, max_length: int, drop: bool) -> Example:
         length = full = self.count_tokens(example)
@@ -197,6 +199,7 @@ class VisionLanguageDataset(Dataset):
 
     def count_tokens(self, example: Example) -> int:
         """The length of an example's item, from its texts and its pictures' headers alone."""
+        example = _without_answer(example) if self.prompts else example
         counts = [count_image_tokens(self.processor, *image_size(image)) for image in example.images]
         return len(self.encoder.encode(example, counts, self.prompts)[0])
 
@@ -209,7 +212,7 @@ class VisionLanguageDataset(Dataset):
         return len(self.examples)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        example = self.examples[index]
+        example = _without_answer(self.examples[index]) if self.prompts else self.examples[index]
         item, counts = {}, []
         try:
             if example.images:
@@ -229,12 +232,26 @@ class VisionLanguageDataset(Dataset):
         return item
 
 
+def _has_label(example: Example) -> bool:
+    return any(message["role"] == "assistant" and message.get("loss", True) for message in example.messages)
+
+
+def _without_answer(example: Example) -> Example:
+    """The example up to its last assistant turn."""
+    answers = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
+    messages = example.messages[: answers[-1]] if answers else example.messages
+    places = sum(part["type"] == "image" for message in messages for part in message["content"])
+    return replace(example, messages=messages, images=example.images[:places])
+
+
 def _drop_oldest(example: Example) -> Example | None:
     """The example without its oldest user turn that shows no picture, and its answer; None where none can go."""
     starts = [i for i, message in enumerate(example.messages) if message["role"] == "user"]
     for begin, end in zip(starts, starts[1:]):
-        if not any(part["type"] == "image" for message in example.messages[begin:end] for part in message["content"]):
-            return replace(example, messages=example.messages[:begin] + example.messages[end:])
+        shorter = replace(example, messages=example.messages[:begin] + example.messages[end:])
+        shown = any(part["type"] == "image" for message in example.messages[begin:end] for part in message["content"])
+        if not shown and _has_label(shorter):
+            return shorter
     return None
 
 

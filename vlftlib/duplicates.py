@@ -4,7 +4,8 @@ A perceptual hash proposes pairs: 64 bits each of imagehash's pHash and dHash. B
 pictures are alike (2,600 product pictures: about 2,000 pairs, all of different products). So a comparison of pixels
 confirms: both pictures at the smaller one's size, averaged over cells of about 10 px, and no block of 3 x 3 cells may
 differ by more than a tolerance, which is wider where the picture itself is noisy or busy. Two pages that differ in letters
-smaller than a cell still count as copies: hence rows are dropped only where their answers agree, too.
+smaller than a cell still count as copies: hence rows are dropped only where their answers agree, too. Drawings of a few
+flat areas give unsteady hashes: their lossy copies can be missed.
 """
 
 import functools
@@ -96,7 +97,7 @@ def propose_pairs(scans: Sequence[Scan], block: int = 2048) -> np.ndarray:
     signs = np.unpackbits(bits, axis=1).astype(np.float32) * 2 - 1  # equal bits minus different ones = a scalar product
     cells = np.frombuffer(b"".join(scan.cells for scan in scans), np.uint8).reshape(count, CELLS, CELLS)
     close = signs.shape[1] - 2 * HASH_DISTANCE
-    found = []
+    found = [np.zeros((0, 2), np.int64)]
     for start in range(0, count, block):
         products = signs[start : start + block] @ signs[start:].T
         rows, columns = np.nonzero(products >= close)
