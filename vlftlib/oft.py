@@ -34,7 +34,7 @@ class OFTLinear(nn.Module):
     """A frozen linear layer whose input features are rotated: y = s W (x R) + b.
 
     OFT (Qiu et al. 2023) in its input-side form, R block-diagonal by the Cayley map (OFTv2, Qiu et al. 2025) or a product of
-    Householder reflections (HRA, Yuan et al. 2024). R = (I + Q)(I - Q)^-1; a merged weight is s W R^T. The start is the identity.
+    Householder reflections (HRA, Yuan et al. 2024). R = (I + Q)(I - Q)^-1; a merged weight is s W R^T. It starts as the identity.
 
     Args:
         base_layer: the layer to adapt; its parameters are frozen. Weights in 4 bits (either side) or 8 bits (input side) by
@@ -46,8 +46,8 @@ class OFTLinear(nn.Module):
         scale: whether to learn s, which starts at 1. R is then no longer the whole change: s W R^T is no pure rotation.
 
     Attributes:
-        oft_R: float32 parameter. Cayley: (in_features / block_size, block_size (block_size - 1) / 2), the strict upper triangles
-            of Q row by row. Householder: (in_features, num_reflections), the vectors.
+        oft_R: float32 parameter. Cayley: (in_features / block_size, block_size (block_size - 1) / 2), the strict upper
+            triangles of Q row by row. Householder: (in_features, num_reflections), the vectors.
         oft_scale: float32 scalar parameter or None; layers may share one.
         merged: whether the rotation is in the base layer's weight at present.
 
@@ -133,7 +133,8 @@ class OFTLinear(nn.Module):
         """The mapped rotation in float32, without gradient or dropout.
 
         Returns:
-            Cayley: R, (num_blocks, block_size, block_size). Householder: (P, U), each (in_features, num_reflections), R = I - P U^T.
+            Cayley: R, (num_blocks, block_size, block_size). Householder: (P, U) of R = I - P U^T, each
+            (in_features, num_reflections).
         """
         dtype = _wide(self.oft_R.dtype)
         factors = _map([self], dtype)[0]
@@ -183,8 +184,9 @@ class OFTLinear(nn.Module):
         self.merged = merging
 
     def extra_repr(self) -> str:
-        size = f"num_reflections={self.oft_R.shape[1]}" if self.parametrization == "householder" else f"block_size={self.block_size}"
-        return f"{self.parametrization}, {size}, dropout={self.dropout}, scale={self.oft_scale is not None}, merged={self.merged}"
+        blocks, scaled = self.parametrization == "cayley", self.oft_scale is not None
+        size = f"block_size={self.block_size}" if blocks else f"num_reflections={self.oft_R.shape[1]}"
+        return f"{self.parametrization}, {size}, dropout={self.dropout}, scale={scaled}, merged={self.merged}"
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -205,7 +207,9 @@ def _parameter_shape(in_features: int, parametrization: str, block_size: int | N
         if block_size < 2 or in_features % block_size:
             valid = [size for size in range(2, in_features + 1) if in_features % size == 0]
             nearest = sorted(sorted(valid, key=lambda size: abs(math.log(size / max(block_size, 1))))[:6])
-            raise ValueError(f"block_size {block_size} does not divide {in_features} input features; nearest valid sizes: {nearest}")
+            raise ValueError(
+                f"block_size {block_size} does not divide {in_features} input features; nearest valid sizes: {nearest}"
+            )
         return in_features // block_size, block_size * (block_size - 1) // 2
     if parametrization == "householder":
         if num_reflections is None or block_size is not None:
@@ -317,7 +321,8 @@ def _base_forward(x: Tensor, layer: nn.Linear, quantization: str | None) -> Tens
     if quantization == "8-bit":
         return layer(x)
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    if quantization == "4-bit":  # not the layer itself: on CPUs its inference repacks the weight, which then dequantises to noise
+    if quantization == "4-bit":
+        # not the layer itself: on CPUs its inference repacks the weight, which from then on dequantises to noise
         from bitsandbytes import matmul_4bit
 
         return matmul_4bit(x, layer.weight, bias=bias, quant_state=layer.weight.quant_state)
@@ -355,8 +360,8 @@ class _NormBound:
         else:
             if arrived > self.granted:
                 warnings.warn(
-                    f"OFT parameters jumped to a norm of {arrived:.2g} where at most {self.granted:.2g} was expected, so the last "
-                    f"forward's rotations were not converged; call batch_rotations(model) after changing parameters by hand",
+                    f"OFT parameters jumped to a norm of {arrived:.2g} where at most {self.granted:.2g} was expected, so the "
+                    f"last forward's rotations had not converged; call batch_rotations(model) after changing them by hand",
                     stacklevel=2,
                 )
             self.norm, self.age = arrived, 1
@@ -524,8 +529,8 @@ _PLANS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by root; a co
 def batch_rotations(model: nn.Module) -> None:
     """Let all OFT layers of a model share one map a forward, in one batch for each block size.
 
-    Layers map for themselves when called outside the model's own call. Under `fully_shard` each wrapped unit maps what it holds.
-    Call it again after adding or removing layers, or after changing parameters by hand.
+    Layers map for themselves when called outside the model's own call. Under `fully_shard` each wrapped unit maps what it
+    holds. Call it again after adding or removing layers, or after changing parameters by hand.
 
     Args:
         model: the module whose call starts a forward.

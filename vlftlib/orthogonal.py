@@ -216,7 +216,7 @@ def householder(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """
     count = vectors.shape[-1]
     if count % 2 or not count:
-        raise ValueError(f"the number of reflections must be even and positive, got {count}: an odd one can't start at identity")
+        raise ValueError(f"the number of reflections must be even and positive, got {count}: an odd one can't start as I")
     vectors = vectors if vectors.dtype == torch.float64 else vectors.float()
     with full_precision(vectors.device):
         # a division by the largest entry first keeps the squares of entries up to 1e30 finite
