@@ -34,7 +34,7 @@ class OFTLinear(nn.Module):
     """A frozen linear layer whose input features are rotated: y = s W (x R) + b.
 
     OFT (Qiu et al. 2023) in its input-side form, R block-diagonal by the Cayley map (OFTv2, Qiu et al. 2025) or a product of
-    Householder reflections (HRA, Yuan et al. 2024). R = (I + Q)(I - Q)^-1; merged, the weight is s W R^T. It starts as the identity.
+    Householder reflections (HRA, Yuan et al. 2024). R = (I + Q)(I - Q)^-1; merged, the weight is s W R^T. The start is I.
 
     Args:
         base_layer: the layer to adapt; its parameters are frozen. Weights in 4 bits (either side) or 8 bits (input side) by
