@@ -41,6 +41,7 @@ def test_tables():
     assert classify(torch.ops.aten.linalg_inv_ex.default) == "cpu_fallback"
     assert classify(torch.ops.aten.linalg_qr.default) == "ai_cpu"
     assert classify(torch.ops.aten.block_diag.default) == "composite"
+    assert classify(torch.ops.aten.diag_embed.default) == "native"  # made of others, though the table has no kernel for it
 
 
 def test_fallbacks_name_operator_and_module_in_forward_and_backward():

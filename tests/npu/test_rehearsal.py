@@ -65,11 +65,16 @@ def test_fallbacks_can_be_allowed(on_npu):
     found = on_npu(
         """
     import torch
+    from vlftlib.operators import ascend_fallbacks
     found["inverse"] = torch.linalg.inv(2 * torch.eye(2, device="npu")).tolist()
+    # What the running torch_npu has registered, and no table, says so here.
+    found["named"] = [fallback.operator for fallback in ascend_fallbacks(lambda: torch.linalg.inv(torch.eye(2, device="npu")))]
+    found["made of others"] = len(ascend_fallbacks(lambda: torch.diag_embed(torch.ones(2, device="npu"))))
     """,
         allow_fallbacks=True,
     )
     assert found["inverse"] == [[0.5, 0.0], [0.0, 0.5]]
+    assert found["named"] == ["aten::linalg_inv_ex"] and found["made of others"] == 0
 
 
 def test_devices(on_npu):

@@ -13,6 +13,7 @@ import torch
 FOLDER = Path(__file__).parent
 # Native, but run by the six or seven small ARM cores on the chip: a public profile shows 42 ms a call, 19 times a GPU's.
 AI_CPU = {"aten::linalg_qr", "aten::linalg_qr.out"}
+HAS_KERNEL = torch._C._dispatch_has_kernel_for_dispatch_key
 # What scaled_dot_product_attention, which the NPU computes whole, becomes on the CPU and on CUDA.
 ATTENTION_PARTS = "aten::_scaled_dot_product_"
 
@@ -50,11 +51,22 @@ def classify(operator: torch._ops.OpOverload) -> str:
         return "ai_cpu"
     if name.startswith(ATTENTION_PARTS) or operator.namespace == "profiler":
         return "native"
+    kind = kind_of(name)
+    if kind == "cpu_fallback" and HAS_KERNEL(name, "CompositeExplicitAutogradNonFunctional"):
+        # Such an operator is made of its own out= form, or of others, as diag_embed is: then nothing falls back.
+        packet = getattr(torch.ops.aten, operator._schema.name.partition("::")[2])
+        forms = (getattr(packet, overload) for overload in packet.overloads())
+        outs = [name_of(form) for form in forms if any(argument.is_out for argument in form._schema.arguments)]
+        kind = "cpu_fallback" if any(kind_of(out) == "cpu_fallback" for out in outs) else "native"
+    return kind
+
+
+def kind_of(name: str) -> str:
+    """What is registered for an operator itself, without a look at what it is made of."""
     if "torch_npu" in sys.modules:  # the version that runs knows better than the table of another
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        if has_kernel(name, "PrivateUse1"):
+        if HAS_KERNEL(name, "PrivateUse1"):
             return "native"
-        keys = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
-        return "composite" if any(has_kernel(name, key) for key in keys) else "cpu_fallback"
+        composite = any(HAS_KERNEL(name, key) for key in ("CompositeImplicitAutograd", "CompositeExplicitAutograd"))
+        return "composite" if composite else "cpu_fallback"
     kind = table().get(name, "unknown").partition("_")[0]
     return {"cpu": "cpu_fallback", "unregistered": "unknown"}.get(kind, kind)
