@@ -228,7 +228,7 @@ class RecipeTrainer(Trainer):
             dataloader_pin_memory=policy.pin_memory,
             dataloader_num_workers=policy.workers,
             dataloader_multiprocessing_context=policy.start_method if policy.workers else None,
-            ddp_backend=policy.backend,
+            ddp_backend=policy.backend if torch.distributed.is_torchelastic_launched() else None,
             ddp_find_unused_parameters=True,  # a stage or a batch without pictures leaves adapters without gradients
             save_steps=config.save_steps,
             logging_steps=1,
