@@ -6,7 +6,7 @@ import pytest
 
 from conftest import make_examples
 from vlftlib.__main__ import main
-from vlftlib.forms import write_examples
+from vlftlib.reading import write_examples
 from vlftlib.models import TINY_BASE
 from vlftlib.runs import load_run
 from vlftlib.samples import QUESTION

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from conftest import make_examples
-from vlftlib.forms import write_examples
+from vlftlib.reading import write_examples
 from vlftlib.runs import load_run
 
 TRAIN = ["-m", "vlftlib", "--traceback", "train", "--device", "cpu", "--max-steps", "4"]

@@ -17,6 +17,8 @@ _NAMES = {
         "images": "load_image",
         "models": "load_model load_processor",
         "oft": "OFTLinear",
+        "operator_check": "check_operators",
+        "operators": "operator_census ascend_fallbacks",
         "orthogonal": "cayley householder orthogonality_error",
         "recipes": "get_recipe",
         "runs": "RunRecord load_runs",

@@ -9,6 +9,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
+from vlftlib.recipes import RECIPES
 from vlftlib.runs import RunRecord
 from vlftlib.tables import MANY_CLASSES, REPORTED, comparison_table
 
@@ -17,7 +18,11 @@ GREY = "0.35"
 
 
 def _palette(names: Sequence[str]) -> dict:
-    return dict(zip(names, sns.color_palette("colorblind", max(len(names), 3))))
+    """A run's colour is the same in every figure."""
+    known = ["base", *RECIPES]
+    order = known + [name for name in names if name not in known]
+    colours = dict(zip(order, [(0.6, 0.6, 0.6), *sns.color_palette("colorblind", len(order) - 1)]))
+    return {name: colours[name] for name in names}
 
 
 def _where(runs: Sequence[RunRecord]) -> str:
@@ -43,7 +48,7 @@ def quality_figure(runs: Sequence[RunRecord], split: str = "test") -> Figure:
     names = list(data["run"].unique())
     sns.barplot(data, x="measure", y="percent", hue="run", palette=_palette(names), ax=axes, errorbar=None)
     for bars in axes.containers:
-        axes.bar_label(bars, fmt="%.0f", fontsize=8, color=GREY, padding=2)
+        axes.bar_label(bars, fmt="%.1f", fontsize=8, color="white", label_type="center")
     for bars, name in zip(axes.containers, names):
         own = data[data["run"] == name].reset_index()
         for bar, row in zip(bars, own.itertuples()):
