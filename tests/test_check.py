@@ -1,5 +1,5 @@
 import json
-import os
+import statistics
 import time
 import tracemalloc
 
@@ -10,6 +10,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from vlftlib.awkward import awkward_files
 from vlftlib.check import check_examples
 from vlftlib.dataset import VisionLanguageDataset, load_examples
+from vlftlib.duplicates import scan_picture
 from vlftlib.images import load_image
 from vlftlib.models import ImageTextProcessor
 from vlftlib.tiny_base import CHAT_TEMPLATE, build_tokenizer
@@ -94,10 +95,10 @@ def test_nothing_usable(tmp_path):
 
 
 @pytest.mark.slow
-def test_fifty_thousand_rows_in_memory(tmp_path):
+def test_memory_of_a_row(tmp_path):
     noise(tmp_path / "a.png")
     rows = []
-    for i in range(50_000):
+    for i in range(20_000):
         answer = f"colour: red, defect: none, number: A{i:05d}"
         turns = [{"from": "human", "value": f"<image>\nWhat is the {i}th?"}, {"from": "gpt", "value": answer}]
         rows.append({"image": "a.png", "conversations": turns})
@@ -107,7 +108,7 @@ def test_fifty_thousand_rows_in_memory(tmp_path):
     loaded = load_examples(tmp_path / "rows.json")
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(loaded.examples) == 50_000 and held / 50_000 < 4096
+    assert len(loaded.examples) == 20_000 and held / 20_000 < 4096
 
 
 @pytest.mark.slow
@@ -119,14 +120,15 @@ def test_speed_against_bare_decoding(tmp_path, size, count, share):
         small.save(tmp_path / f"{i}.jpg", quality=90)
     names = [f"{i}.jpg" for i in range(count)]
     loaded = write_rows(tmp_path, [{"query": "<image>A?", "response": "b", "images": [name]} for name in names])
-    bare = checked = 0.0
-    for _ in range(3):
+    scan_picture(str(tmp_path / "0.jpg"))  # imports
+    shares = []
+    for _ in range(5):
         began = time.process_time()
         for name in names:
             with Image.open(tmp_path / name) as image:
                 image.load()
-        bare += time.process_time() - began
+        bare = time.process_time() - began
         began = time.process_time()
         check_examples(loaded, duplicates=False, processes=1, progress=False)
-        checked += time.process_time() - began
-    assert bare / checked > share, f"{bare / checked:.2f} of bare decoding's speed on {os.cpu_count()} cores"
+        shares.append(bare / (time.process_time() - began))
+    assert statistics.median(shares) > share, shares
