@@ -9,7 +9,7 @@ STAMP := .venv/installed
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long lab figures base clean
+.PHONY: help install run test test-long lab figures rehearse-npu notebooks base clean
 
 help:  ## list the targets
 	@awk -F ':.*## +' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,12 @@ lab: $(STAMP)  ## JupyterLab on the notebooks
 
 figures: $(STAMP)  ## draw figures/ and README's table again from the run records in data/reference
 	$(VENV)/python -m vlftlib compare --show data/reference --readme README.md
+
+rehearse-npu: $(STAMP)  ## all recipes on the genuine torch_npu over a stand-in for CANN
+	$(VENV)/python -m pytest tests/npu
+
+notebooks: $(STAMP)  ## execute the notebooks in place
+	$(VENV)/python notebooks/execute.py
 
 base: $(STAMP)  ## train data/tiny-base from nothing: about an hour on two cores
 	$(VENV)/python -m vlftlib.tiny_base

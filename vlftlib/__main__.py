@@ -16,7 +16,7 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 def train(arguments) -> int:
     from vlftlib.devices import get_device, platform_policy
-    from vlftlib.models import load_model, load_processor
+    from vlftlib.models import load_processor
     from vlftlib.samples import load_splits
     from vlftlib.trainer import TrainConfig
     from vlftlib.trainer import train as run_training
@@ -26,7 +26,7 @@ def train(arguments) -> int:
     policy = platform_policy(device, recipe.precision)
     splits = load_splits(arguments.data, arguments.root)
     _report_rejected(splits)
-    model = load_model(arguments.model, dtype=policy.dtype, device=device, attention=_attention(arguments, policy))
+    model = _load(arguments, policy, device)
     processor = load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels)
     record = run_training(
         model,
@@ -58,7 +58,7 @@ def evaluate(arguments) -> int:
     from vlftlib.devices import describe_environment, get_device, platform_policy
     from vlftlib.evaluation import evaluate as run_evaluation
     from vlftlib.memory import peak_memory_bytes, reset_peak_memory
-    from vlftlib.models import hash_model, load_model, load_processor
+    from vlftlib.models import hash_model, load_processor
     from vlftlib.runs import COMPLETED, FILE, RunRecord, git_state, now
     from vlftlib.samples import load_splits
     from vlftlib.trainer import ANSWERS, write_answers
@@ -69,7 +69,7 @@ def evaluate(arguments) -> int:
     policy = platform_policy(device)
     splits = load_splits(arguments.data, arguments.root)
     _report_rejected(splits)
-    model = load_model(arguments.model, dtype=policy.dtype, device=device, attention=_attention(arguments, policy))
+    model = _load(arguments, policy, device)
     processor = load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels)
     setup = dict(
         recipe=None,
@@ -107,7 +107,7 @@ def predict(arguments) -> int:
     from vlftlib.devices import get_device, platform_policy
     from vlftlib.evaluation import ask
     from vlftlib.images import ImageError
-    from vlftlib.models import load_model, load_processor
+    from vlftlib.models import load_processor
 
     pictures = []
     for path in arguments.pictures:
@@ -121,7 +121,7 @@ def predict(arguments) -> int:
     question = arguments.question or _trained_question(arguments.adapters)
     device = get_device(arguments.device)
     policy = platform_policy(device)
-    model = load_model(arguments.model, dtype=policy.dtype, device=device, attention=_attention(arguments, policy))
+    model = _load(arguments, policy, device)
     if arguments.adapters:
         load_adapters(model, arguments.adapters)
     processor = load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels)
@@ -174,6 +174,57 @@ def compare(arguments) -> int:
     return 0
 
 
+def check(arguments) -> int:
+    from vlftlib.check import check_examples
+    from vlftlib.models import load_processor
+    from vlftlib.reading import load_examples, write_examples
+
+    loaded = load_examples(arguments.data, arguments.root)
+    report = check_examples(loaded, load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels), arguments.max_length)
+    print(json.dumps(report.as_dict(), indent=1) if arguments.json else report)
+    if arguments.write:
+        write_examples(report.examples, arguments.write, arguments.root or Path(arguments.data).parent)
+    return 1 if report.bad_share > arguments.allowed else 0
+
+
+def merge(arguments) -> int:
+    from vlftlib.adapters import load_adapters, merge_adapters
+    from vlftlib.models import load_model, load_processor, save_processor
+
+    if arguments.output.exists():
+        raise FileExistsError(f"{arguments.output} exists: choose a new folder")
+    model = load_adapters(load_model(arguments.model, dtype="auto"), arguments.adapters)
+    merge_adapters(model, remove=True).save_pretrained(arguments.output)
+    save_processor(load_processor(arguments.model), arguments.output)
+    print(f"a stock Qwen2.5-VL with the adapters in its weights: {arguments.output}")
+    return 0
+
+
+def operators(arguments) -> int:
+    from vlftlib.adapters import apply_recipe
+    from vlftlib.devices import get_device, platform_policy
+    from vlftlib.models import load_model
+    from vlftlib.operator_check import check_operators, compare_attention
+    from vlftlib.recipes import TINY_BASE_OVERRIDES, get_recipe
+
+    device = get_device(arguments.device)
+    model = load_model(arguments.model)
+    attention = compare_attention(model, device, arguments.precision or platform_policy(device).precision)
+    if arguments.recipe:
+        overrides = TINY_BASE_OVERRIDES[arguments.recipe] if _is_tiny_base(arguments.model) else {}
+        apply_recipe(model, get_recipe(arguments.recipe, **overrides))
+    report = check_operators(model, device, arguments.precision and [arguments.precision])
+    print(report, attention, sep="\n\n")
+    return 0 if report.passed and attention.recommended else 1
+
+
+def rehearse(arguments) -> int:
+    from vlftlib.rehearsal import rehearse as run_rehearsal
+
+    options = dict(chip=arguments.chip, devices=arguments.devices, allow_fallbacks=arguments.allow_fallbacks)
+    return run_rehearsal(arguments.script, **options).returncode
+
+
 def doctor(arguments) -> int:
     from vlftlib.doctor import diagnose
 
@@ -183,11 +234,10 @@ def doctor(arguments) -> int:
 
 
 def _recipe(arguments):
-    from vlftlib.models import TINY_BASE
     from vlftlib.recipes import TINY_BASE_OVERRIDES, get_recipe
 
     overrides = {}
-    if Path(arguments.model).resolve() == TINY_BASE.resolve():
+    if _is_tiny_base(arguments.model):
         overrides |= TINY_BASE_OVERRIDES.get(arguments.recipe, {})
     for pair in arguments.set:
         key, equals, value = pair.partition("=")
@@ -202,9 +252,22 @@ def _recipe(arguments):
     return get_recipe(arguments.recipe, **overrides)
 
 
-def _attention(arguments, policy) -> str:
-    attention = arguments.attention or policy.attention
-    return "eager" if attention == "auto" else attention
+def _is_tiny_base(model) -> bool:
+    from vlftlib.models import TINY_BASE
+
+    return Path(model).resolve() == TINY_BASE.resolve()
+
+
+def _load(arguments, policy, device):
+    """The model on its device, with the attention that was asked for or that the platform's policy stands for."""
+    from vlftlib.models import load_model
+    from vlftlib.operator_check import choose_attention
+
+    model = load_model(arguments.model, dtype=policy.dtype, device=device, attention="eager")
+    chosen = choose_attention(model, arguments.attention or policy.attention, policy.precision)
+    if "auto" in (arguments.attention, policy.attention):
+        print(f"attention: {chosen}, the fastest here that agrees with the CPU")
+    return model
 
 
 def _report_rejected(splits) -> None:
@@ -305,6 +368,34 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--output", type=Path, help="data/runs/DATA by default, with a number where that is used")
     command.add_argument("--show", type=Path, metavar="FOLDER", help="only show the runs that are in a folder")
     command.add_argument("--readme", type=Path, help="with --show: write the table into this file and figures/ again")
+
+    command = add(check, "report on a data set: what is used, what isn't and why, lengths, copies, contradictions")
+    command.add_argument("data", help="a file of examples, or a LLaMA-Factory dataset_info.json")
+    command.add_argument("--root", type=Path, help="image paths are relative to this folder; the file's own by default")
+    command.add_argument("--model", default=ROOT / "data" / "tiny-base", help="whose tokens are counted")
+    command.add_argument("--min-pixels", type=int)
+    command.add_argument("--max-pixels", type=int)
+    command.add_argument("--max-length", type=int, default=4096, help="examples of more tokens are rejected")
+    command.add_argument("--allowed", type=float, default=0.01, help="share of bad rows above which the exit status is 1")
+    command.add_argument("--write", type=Path, help="write the usable rows here, in the normal form")
+    command.add_argument("--json", action="store_true")
+
+    command = add(merge, "fold adapters into the base's weights and write a stock folder")
+    command.add_argument("--model", default=ROOT / "data" / "tiny-base", help="folder or hub name of the base")
+    command.add_argument("--adapters", type=Path, required=True)
+    command.add_argument("--output", type=Path, required=True, help="a new folder")
+
+    command = add(operators, "compare every part of a model on the device with the CPU, and the attention implementations")
+    command.add_argument("--model", default=ROOT / "data" / "tiny-base", help="folder or hub name of a Qwen2.5-VL")
+    command.add_argument("--device", help="npu, cuda or cpu; the first there is by default")
+    command.add_argument("--recipe", help="with this recipe's adapters")
+    command.add_argument("--precision", choices=PRECISIONS, help="all that the device has by default")
+
+    command = add(rehearse, "run a training script, unchanged, on the genuine torch_npu over a stand-in for CANN")
+    command.add_argument("--chip", default="Ascend910B2", help="what the stand-in says it is")
+    command.add_argument("--devices", type=int, default=1)
+    command.add_argument("--allow-fallbacks", action="store_true", help="let operators without an NPU kernel run on the CPU")
+    command.add_argument("script", nargs=argparse.REMAINDER, help="script.py and its arguments, or -m and a module")
 
     command = add(doctor, "say what is installed, whether it fits together, and whether the device computes")
     command.add_argument("--json", action="store_true")
