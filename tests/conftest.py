@@ -35,6 +35,11 @@ def make_examples(folder, count: int, seed: int = 5, catalogue: bool = False) ->
 
 
 @pytest.fixture(scope="session")
+def draw_examples():
+    return make_examples
+
+
+@pytest.fixture(scope="session")
 def examples(tmp_path_factory):
     """Sixteen shop-floor pictures with their answers."""
     return make_examples(tmp_path_factory.mktemp("shop_floor"), 16)

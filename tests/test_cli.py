@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from conftest import make_examples
 from vlftlib.__main__ import main
 from vlftlib.reading import write_examples
 from vlftlib.models import TINY_BASE
@@ -13,11 +12,11 @@ from vlftlib.samples import QUESTION
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(draw_examples, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     for seed, (name, count) in enumerate((("train", 8), ("validation", 2), ("test", 3))):
         (folder / name).mkdir()
-        write_examples(make_examples(folder / name, count, seed, catalogue=True), folder / f"{name}.jsonl", folder)
+        write_examples(draw_examples(folder / name, count, seed, catalogue=True), folder / f"{name}.jsonl", folder)
     return folder
 
 

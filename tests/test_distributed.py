@@ -7,7 +7,6 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from conftest import make_examples
 from vlftlib.reading import write_examples
 from vlftlib.runs import load_run
 
@@ -16,11 +15,11 @@ TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(draw_examples, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     for seed, (name, count) in enumerate((("train", 16), ("validation", 3), ("test", 5))):
         (folder / name).mkdir()
-        write_examples(make_examples(folder / name, count, seed), folder / f"{name}.jsonl", folder)
+        write_examples(draw_examples(folder / name, count, seed), folder / f"{name}.jsonl", folder)
     return folder
 
 
