@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vlftlib.oft import OFTLinear
+
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -41,6 +43,17 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes but on macOS
 
 
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Let both towers' blocks keep only their inputs and run again in the backward.
+
+    transformers' own switch also makes both embeddings' outputs ask for a gradient, which sends a backward through all
+    frozen blocks below the first adapter. Only reentrant checkpointing, which OFT refuses, needs that.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # its name since 5.24
+    enable({"use_reentrant": False})
+    model.disable_input_require_grads()
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts, inside a `with` block, the bytes of the storages that operators made there, as long as they live.
 
@@ -58,6 +71,8 @@ class LiveBytes(TorchDispatchMode):
         if operator is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0  # the Cayley map reads its norm, and a fake tensor has no value
         result = operator(*args, **(kwargs or {}))
+        if operator.namespace == "prim":  # what a fake tensor is asked about itself
+            return result
         for leaves, counted in ((tree_leaves((args, kwargs)), False), (tree_leaves(result), True)):
             for tensor in leaves:
                 if isinstance(tensor, Tensor):
@@ -112,7 +127,7 @@ class _QuantizedProduct(torch.autograd.Function):
 
 
 def quantized_modules(model: nn.Module) -> dict[str, nn.Linear]:
-    """What transformers and bitsandbytes quantise of a model without adapters: every linear layer of both towers, not the head."""
+    """What transformers and bitsandbytes quantise, in a model without adapters: both towers' linear layers, not the head."""
     return {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear) and path != "lm_head"}
 
 
@@ -190,15 +205,24 @@ class StepCounter:
         costs["head and loss"] = self._cost((self.model.lm_head,), head, shape, trained, batch)
         return costs
 
-    def _chunks(self, batch: Batch, full: bool) -> Tensor:
-        """Where the vision tower's attention is cut: pictures, or windows.
+    def rotation_bytes(self) -> dict[str, int]:
+        """What the OFT maps keep, which `count` has in the parts: by "vision", "merger" and "text"."""
+        kept = dict(vision=0, merger=0, text=0)
+        for path, module in self.model.named_modules():
+            if isinstance(module, OFTLinear):
+                part = "merger" if ".merger." in path else "vision" if ".visual." in path else "text"
+                kept[part] += self._cost((module,), module, (1, module.in_features), False, None).kept
+        return kept
 
-        Fused attention keeps bytes in proportion to the patches however they are cut, so there a picture is one chunk.
+    def _chunks(self, batch: Batch, full: bool) -> Tensor:
+        """Where the vision tower's attention is cut: pictures or windows, whose size the scores of eager attention depend on.
+
+        What fused attention keeps is in proportion to the patches however they are cut, so they stay in one piece.
         """
-        size, config = batch.patches, self.model.model.visual.config
-        if not full and config._attn_implementation == "eager":
-            size = min(size, (config.window_size // config.patch_size) ** 2)
-        total = batch.pictures * batch.patches
+        total, config = batch.pictures * batch.patches, self.model.model.visual.config
+        size = batch.patches if full else min(batch.patches, (config.window_size // config.patch_size) ** 2)
+        if config._attn_implementation != "eager":
+            size = total
         return torch.tensor([*range(0, total, size), total], dtype=torch.int32)
 
     def _mask(self, batch: Batch) -> Tensor | None:
@@ -222,7 +246,7 @@ class StepCounter:
         del outputs
         return loss
 
-    def _cost(self, part: tuple, forward: Callable[[Tensor], Tensor], shape: tuple, trained: bool, batch: Batch) -> Cost:
+    def _cost(self, part: tuple, forward: Callable[[Tensor], Tensor], shape: tuple, trained: bool, batch: Batch | None) -> Cost:
         module, *rest = part
         # Blocks that print the same have the same shapes and adapters.
         key = repr(module), *rest, trained, batch, any(parameter.requires_grad for parameter in module.parameters())
