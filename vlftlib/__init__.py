@@ -20,6 +20,7 @@ _NAMES = {
         "operator_check": "check_operators",
         "operators": "operator_census ascend_fallbacks",
         "orthogonal": "cayley householder orthogonality_error",
+        "plan": "plan_memory",
         "recipes": "get_recipe",
         "runs": "RunRecord load_runs",
         "trainer": "TrainConfig train",

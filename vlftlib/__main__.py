@@ -218,6 +218,29 @@ def operators(arguments) -> int:
     return 0 if report.passed and attention.recommended else 1
 
 
+def plan(arguments) -> int:
+    from transformers import AutoConfig
+
+    from vlftlib.models import resolve_source
+    from vlftlib.plan import plan_memory
+
+    known = arguments.model in ("3B", "7B")
+    found = plan_memory(
+        arguments.model if known else AutoConfig.from_pretrained(resolve_source(arguments.model)),
+        _recipe(arguments),
+        batch_size=arguments.batch_size,
+        max_pixels=arguments.max_pixels,
+        text_tokens=arguments.text_tokens,
+        precision=arguments.precision,
+        weights=arguments.weights,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        attention=arguments.attention,
+        device_bytes=arguments.device_gib and int(arguments.device_gib * 2**30),
+    )
+    print(found)
+    return 0
+
+
 def rehearse(arguments) -> int:
     from vlftlib.rehearsal import rehearse as run_rehearsal
 
@@ -390,6 +413,19 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--device", help="npu, cuda or cpu; the first there is by default")
     command.add_argument("--recipe", help="with this recipe's adapters")
     command.add_argument("--precision", choices=PRECISIONS, help="all that the device has by default")
+
+    command = add(plan, "what a run will need in memory, counted on the real architecture without its weights")
+    command.add_argument("--model", default="7B", help="3B, 7B, or a folder or hub name of a Qwen2.5-VL")
+    command.add_argument("--recipe", required=True)
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the recipe")
+    command.add_argument("--batch-size", type=int, help="the recipe's by default")
+    command.add_argument("--max-pixels", type=int, default=448 * 448)
+    command.add_argument("--text-tokens", type=int, default=64, help="question and answer, without the picture's")
+    command.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    command.add_argument("--weights", choices=("4bit", "8bit"), help="quantised base weights")
+    command.add_argument("--gradient-checkpointing", action="store_true")
+    command.add_argument("--attention", choices=("eager", "sdpa", "flash_attention_2"), default="sdpa")
+    command.add_argument("--device-gib", type=float, help="the device's memory: also find the largest batch, or what to change")
 
     command = add(rehearse, "run a training script, unchanged, on the genuine torch_npu over a stand-in for CANN")
     command.add_argument("--chip", default="Ascend910B2", help="what the stand-in says it is")

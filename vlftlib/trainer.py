@@ -30,7 +30,7 @@ from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
 from vlftlib.devices import PlatformPolicy, apply_policy, describe_environment, platform_policy
 from vlftlib.evaluation import Evaluation, evaluate
 from vlftlib.forms import Example
-from vlftlib.memory import peak_memory_bytes, reset_peak_memory
+from vlftlib.memory import checkpoint_blocks, peak_memory_bytes, reset_peak_memory
 from vlftlib.models import hash_model
 from vlftlib.operators import operator_census
 from vlftlib.recipes import Recipe
@@ -212,7 +212,7 @@ class RecipeTrainer(Trainer):
         self.recipe, self.config, self.watch, self.checkpoints = recipe, config, watch, Path(output)
         self.losses: list[torch.Tensor] = []
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_blocks(model)
         arguments = TrainingArguments(
             output_dir=str(output),
             per_device_train_batch_size=recipe.batch_size,

@@ -46,12 +46,13 @@ def sizes(name):
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES])
 def test_a_recipe_trains_on_the_npu_as_on_the_cpu(name, base, processor, examples, train_on_npu, tmp_path):
     recipe = get_recipe(name, precision="bf16", **sizes(name))
+    base.set_attn_implementation("eager")  # the stand-in's SDPA rounds between its steps, the CPU's doesn't
     on_cpu = train(base, processor, recipe, examples[:8], tmp_path / "cpu", config=TrainConfig(max_steps=3))
     found = train_on_npu(
         f"""
     for precision in ("bf16", "fp16"):
         recipe = get_recipe({name!r}, precision=precision, **{sizes(name)!r})
-        model, output = load_model(TINY_BASE, device="npu:0"), folder / precision
+        model, output = load_model(TINY_BASE, device="npu:0", attention="eager"), folder / precision
         run = train(model, processor, recipe, examples, output, config=TrainConfig(max_steps=3))
         found[precision] = [entry["loss"] for entry in run.history]
         found[precision + " dtype"], found["environment"] = run.setup["forward_dtype"], run.setup["environment"]
@@ -63,7 +64,8 @@ def test_a_recipe_trains_on_the_npu_as_on_the_cpu(name, base, processor, example
     """
     )
     losses = [entry["loss"] for entry in on_cpu.history]
-    assert found["bf16"] == pytest.approx(losses, abs=1e-3 * max(losses))
+    assert found["bf16"][0] == pytest.approx(losses[0], rel=1e-3)
+    assert found["bf16"] == pytest.approx(losses, abs=3e-3)  # bf16 has 8 bits: what a step rounds, the next ones carry on
     assert found["fp16"] == pytest.approx(losses, abs=0.02 * max(losses))
     assert (found["bf16 dtype"], found["fp16 dtype"]) == ("bfloat16", "float16")
     assert found["fp16 policy"]["loss_scale"] == 2**16 and found["fp16 policy"]["optimizer"] == "adamw_torch"
