@@ -51,7 +51,12 @@ def test_processor_survives_saving_and_names_the_stock_classes(processor, tmp_pa
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
-def test_limits_on_pixels(tmp_path):
+@pytest.mark.parametrize("side", [100, 112, 224, 300, 448, 1000, 3000])
+def test_squares_of_any_size_have_the_bases_grid(side, processor):
+    assert processor.image_processor([Image.new("RGB", (side, side))], return_tensors="pt")["image_grid_thw"].tolist() == [[1, 8, 8]]
+
+
+def test_limits_on_pixels():
     processor = load_processor(TINY_BASE, min_pixels=56 * 56, max_pixels=56 * 56)
     grid = processor.image_processor([Image.new("RGB", (448, 448))], return_tensors="pt")["image_grid_thw"]
     assert grid.tolist() == [[1, 4, 4]]

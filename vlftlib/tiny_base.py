@@ -38,7 +38,9 @@ from vlftlib.samples import (
 
 VOCABULARY = 512  # rows of the embedding; the tokenizer uses about 400
 MAX_LENGTH = 2048
-PIXELS = 112 * 112  # every picture is resized to about this many: 16 image tokens
+# Every picture is resized to about 112 x 112, 16 image tokens. The processor rounds sides down to multiples of 28, so the
+# upper limit is a little higher: else a square of 300 px would come out as 84 x 84.
+MIN_PIXELS, MAX_PIXELS = 112 * 112, 114 * 114
 SPECIAL_TOKENS = (
     "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> "
     "<|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
@@ -189,7 +191,7 @@ def main() -> None:
     parser.add_argument("--shorten", type=float, default=1, help="divide every stage's steps by this, to try the script")
     arguments = parser.parse_args()
     tokenizer = build_tokenizer()
-    images = Qwen2VLImageProcessorPil(min_pixels=PIXELS, max_pixels=PIXELS)
+    images = Qwen2VLImageProcessorPil(min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS)
     processor = ImageTextProcessor(images, tokenizer, chat_template=CHAT_TEMPLATE)
     model = build_model(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.02, betas=(0.9, 0.99))
