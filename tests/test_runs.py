@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from vlftlib.runs import RunRecord, git_state, load_run, load_runs
+from vlftlib.runs import RunRecord, git_state, load_run, load_runs, without_times
 
 RUN = RunRecord(
     "oft_vision",
@@ -52,3 +52,8 @@ def test_no_record_at_all(tmp_path):
 def test_git_state_here_and_outside(tmp_path):
     assert git_state(tmp_path) == {"commit": None}
     assert json.dumps(git_state())
+
+
+def test_times_can_be_left_out():
+    seen = {"step_time_s": 1, "peak_memory_bytes": 2, "history": [{"loss": 1.0, "data_wait_s": 3}], "images_per_second": 4}
+    assert without_times(seen) == {"peak_memory_bytes": 2, "history": [{"loss": 1.0}]}

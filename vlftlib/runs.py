@@ -60,6 +60,14 @@ class RunRecord:
         return folder / FILE
 
 
+def without_times(value):
+    """A record's plain values without those that a clock gave: on the stand-in for CANN they would mean nothing."""
+    if isinstance(value, dict):
+        timed = ("_s", "_per_second", "_share")
+        return {key: without_times(inner) for key, inner in value.items() if not key.endswith(timed)}
+    return [without_times(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
 def load_run(path: str | os.PathLike) -> RunRecord:
     """Read one run record, given its file or its folder.
 

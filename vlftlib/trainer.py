@@ -27,7 +27,7 @@ from vlftlib import runs
 from vlftlib.adapters import adapter_parameters, apply_recipe, count_parameters, save_adapters
 from vlftlib.callbacks import EvaluateAt, leave_on_signal
 from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
-from vlftlib.devices import PlatformPolicy, apply_policy, describe_environment, platform_policy
+from vlftlib.devices import PlatformPolicy, apply_policy, describe_environment, is_rehearsal, platform_policy
 from vlftlib.evaluation import Evaluation, evaluate
 from vlftlib.forms import Example
 from vlftlib.memory import checkpoint_blocks, peak_memory_bytes, reset_peak_memory
@@ -138,8 +138,8 @@ def train(
     setup["environment"]["processes"] = trainer.args.world_size
 
     def record(outcome: str) -> runs.RunRecord:
-        history, evaluations = tuple(watch.history), tuple(watch.evaluations)
-        run = runs.RunRecord(recipe.name, outcome, setup, measured, history, evaluations)
+        seen = dict(measured=measured, history=watch.history, evaluations=watch.evaluations)
+        run = runs.RunRecord(recipe.name, outcome, setup, **(runs.without_times(seen) if is_rehearsal() else seen))
         return runs.load_run(run.save(output)) if trainer.is_world_process_zero() else run
 
     record("running")
