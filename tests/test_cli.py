@@ -131,3 +131,29 @@ def test_a_full_disk_is_said_and_recorded(data, tmp_path, capsys, monkeypatch):
     assert main(["train", *words]) == 1
     assert "error: [Errno 28] No space left on device" in capsys.readouterr().err
     assert load_run(tmp_path / "run").outcome.startswith("failed at step 2: OSError: [Errno 28]")
+
+
+def test_operators_checks_parts_and_attention(capsys):
+    assert main(["operators", "--recipe", "oft_dual", "--device", "cpu", "--precision", "float32"]) == 0
+    out = capsys.readouterr().out
+    assert "0 of " in out and "recommended: " in out
+    assert main(["operators", "--recipe", "nonsense", "--device", "cpu"]) == 1
+    assert "error: unknown recipe 'nonsense'" in capsys.readouterr().err
+
+
+def test_merge_writes_a_folder_that_answers_alike(tuned, data, tmp_path, capsys):
+    picture = str(sorted((data / "test").iterdir())[0])
+    assert main(["merge", "--adapters", str(tuned / "adapters"), "--output", str(tmp_path / "merged")]) == 0
+    capsys.readouterr()
+    answers = []
+    for words in (["--adapters", str(tuned / "adapters")], ["--model", str(tmp_path / "merged")]):
+        assert main(["predict", "--device", "cpu", *words, picture]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+
+
+def test_check_and_plan_say_what_they_find(data, tmp_path, capsys):
+    assert main(["check", str(data / "test.jsonl"), "--write", str(tmp_path / "out.jsonl"), "--root", str(data)]) == 0
+    assert "3 rows, 3 usable" in capsys.readouterr().out and len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
+    assert main(["plan", "--model", str(TINY_BASE), "--recipe", "oft_vision", "--batch-size", "2"]) == 0
+    assert "peak" in capsys.readouterr().out

@@ -205,17 +205,16 @@ def operators(arguments) -> int:
     from vlftlib.devices import get_device, platform_policy
     from vlftlib.models import load_model
     from vlftlib.operator_check import check_operators, compare_attention
-    from vlftlib.recipes import TINY_BASE_OVERRIDES, get_recipe
 
+    recipe = arguments.recipe and _recipe(arguments)
     device = get_device(arguments.device)
     model = load_model(arguments.model)
     attention = compare_attention(model, device, arguments.precision or platform_policy(device).precision)
-    if arguments.recipe:
-        overrides = TINY_BASE_OVERRIDES[arguments.recipe] if _is_tiny_base(arguments.model) else {}
-        apply_recipe(model, get_recipe(arguments.recipe, **overrides))
+    if recipe:
+        apply_recipe(model, recipe)
     report = check_operators(model, device, arguments.precision and [arguments.precision])
     print(report, attention, sep="\n\n")
-    return 0 if report.passed and attention.recommended else 1
+    return 1 if report.failures or not attention.recommended else 0
 
 
 def plan(arguments) -> int:
@@ -412,6 +411,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--model", default=ROOT / "data" / "tiny-base", help="folder or hub name of a Qwen2.5-VL")
     command.add_argument("--device", help="npu, cuda or cpu; the first there is by default")
     command.add_argument("--recipe", help="with this recipe's adapters")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the recipe")
     command.add_argument("--precision", choices=PRECISIONS, help="all that the device has by default")
 
     command = add(plan, "what a run will need in memory, counted on the real architecture without its weights")

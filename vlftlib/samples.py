@@ -158,8 +158,8 @@ def shop_floor(picture: Image.Image, rng: random.Random) -> Image.Image:
 def make_products(folder: str | os.PathLike | None = None) -> Path:
     """Draw the product data set, once: shop-floor pictures for train, validation and test, and a catalogue test.
 
-    Writes FOLDER/{train,validation,test,catalogue}.jsonl (data/products by default) in Qwen's form and the pictures beside them. Each part has a seed
-    of its own; the base's training has another.
+    Writes FOLDER/{train,validation,test,catalogue}.jsonl (data/products by default) in Qwen's form and the pictures beside
+    them. Each part has a seed of its own; the base's training has another.
 
     Returns:
         The folder. One that is complete is left as it is.
@@ -190,7 +190,8 @@ def make_products(folder: str | os.PathLike | None = None) -> Path:
 def make_elpv(folder: str | os.PathLike | None = None) -> Path:
     """Turn ELPV's solar cells into examples: train and test as published (75/25), stratified by type and grade, and validation.
 
-    Writes FOLDER/{train,validation,test}.jsonl (data/elpv by default); the pictures stay in the installed package (CC BY-NC-SA 4.0) and are linked.
+    Writes FOLDER/{train,validation,test}.jsonl (data/elpv by default); the pictures stay in the installed package
+    (CC BY-NC-SA 4.0) and are linked.
     Source: Deitsch et al., Automatic classification of defective photovoltaic module cells in electroluminescence images,
     Solar Energy 185 (2019).
 
