@@ -3,9 +3,7 @@
 import argparse
 import ast
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 from vlftlib.devices import PRECISIONS
@@ -54,51 +52,27 @@ def train(arguments) -> int:
 
 
 def evaluate(arguments) -> int:
-    from vlftlib.adapters import load_adapters
-    from vlftlib.devices import describe_environment, get_device, platform_policy
-    from vlftlib.evaluation import evaluate as run_evaluation
-    from vlftlib.memory import peak_memory_bytes, reset_peak_memory
-    from vlftlib.models import hash_model, load_processor
-    from vlftlib.runs import COMPLETED, FILE, RunRecord, git_state, now
+    from vlftlib.comparison import evaluate_run
+    from vlftlib.devices import get_device, platform_policy
+    from vlftlib.models import load_processor
     from vlftlib.samples import load_splits
-    from vlftlib.trainer import ANSWERS, write_answers
 
-    if (arguments.output / FILE).exists():
-        raise FileExistsError(f"{arguments.output} holds a run already: choose another folder")
     device = get_device(arguments.device)
     policy = platform_policy(device)
     splits = load_splits(arguments.data, arguments.root)
     _report_rejected(splits)
-    model = _load(arguments, policy, device)
-    processor = load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels)
-    setup = dict(
-        recipe=None,
-        model=dict(name=str(arguments.model), hash=hash_model(model), adapters=arguments.adapters and str(arguments.adapters)),
-        data=splits.describe(),
-        policy=policy.as_dict(),
-        environment=describe_environment(device),
-        git=git_state(),
-        started=now(),
+    record = evaluate_run(
+        _load(arguments, policy, device),
+        load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels),
+        splits,
+        arguments.output,
+        policy=policy,
+        adapters=arguments.adapters,
+        names=arguments.splits,
+        batch_size=arguments.batch_size,
     )
-    if arguments.adapters:
-        load_adapters(model, arguments.adapters)
-    names = arguments.splits or [name for name in ("validation", "test", "catalogue") if name in splits.parts]
-    unknown = [name for name in names if name not in splits.parts]
-    if unknown:
-        raise ValueError(f"data {arguments.data} has no split {unknown[0]!r}: it has {', '.join(splits.parts)}")
-    began = time.perf_counter()
-    reset_peak_memory(device)
-    done = [
-        run_evaluation(model, processor, splits.parts[name], split=name, metric=splits.metric, batch_size=arguments.batch_size)
-        for name in names
-    ]
-    measured = dict(peak_memory_bytes=peak_memory_bytes(device), total_parameters=sum(p.numel() for p in model.parameters()))
-    measured["duration_s"] = time.perf_counter() - began
-    write_answers(done, arguments.output / ANSWERS)
-    name = arguments.adapters.resolve().parent.name if arguments.adapters else "base"
-    RunRecord(name, COMPLETED, setup, measured, evaluations=tuple(e.as_dict() for e in done)).save(arguments.output)
-    for evaluation in done:
-        print(f"{evaluation}, {evaluation.unparsable} unparsable")
+    for done in record.evaluations:
+        print(f"{done['split']}: {done['examples']} examples, accuracy {done['accuracy']:.1%}, {done['unparsable']} unparsable")
     return 0
 
 
@@ -139,9 +113,8 @@ def predict(arguments) -> int:
 
 
 def compare(arguments) -> int:
-    from vlftlib.figures import FIGURES, cost_figure, history_figure, quality_figure, reported_figure, save_figure
-    from vlftlib.runs import load_runs
-    from vlftlib.tables import comparison_table, format_table, published_table, write_readme
+    from vlftlib.comparison import run_recipes, show_runs
+    from vlftlib.figures import FIGURES
 
     folder = arguments.show
     if folder is None:
@@ -149,28 +122,16 @@ def compare(arguments) -> int:
         for name in arguments.recipes:
             arguments.recipe = name
             _recipe(arguments)
-        folder = _free_folder(arguments.output or ROOT / "data" / "runs" / Path(arguments.data).stem)
         shared = ["--model", str(arguments.model), "--data", str(arguments.data)]
         for flag in ("device", "root", "min_pixels", "max_pixels", "attention"):
             if getattr(arguments, flag) is not None:
                 shared += [f"--{flag.replace('_', '-')}", str(getattr(arguments, flag))]
         training = [f"--set={pair}" for pair in arguments.set] + ["--seed", str(arguments.seed)]
         training += ["--max-steps", str(arguments.max_steps)] if arguments.max_steps else []
-        # A process a run: no run's memory or random numbers hang on those before it.
-        _run("evaluate", *shared, "--output", str(folder / "base"))
-        for name in arguments.recipes:
-            _run("train", "--recipe", name, *shared, *training, "--output", str(folder / name))
-    runs = sorted(load_runs(folder), key=lambda run: run.name != "base")
-    text = format_table(comparison_table(runs))
-    figures = {"quality": quality_figure(runs), "reported": reported_figure()}
-    if any(run.history for run in runs):
-        figures |= {"history": history_figure(runs), "cost": cost_figure(runs)}
-    target = FIGURES if arguments.show and arguments.readme else folder / "figures"
-    for name, figure in figures.items():
-        save_figure(figure, name, target)
-    if arguments.readme:
-        write_readme(text, arguments.readme)
-    print("\n".join(part for part in (text, published_table(runs), f"records in {folder}, figures in {target}") if part))
+        folder = arguments.output or ROOT / "data" / "runs" / Path(arguments.data).stem
+        folder = run_recipes(arguments.recipes, folder, shared=shared, training=training)
+    figures = FIGURES if arguments.show and arguments.readme else folder / "figures"
+    print(show_runs(folder, figures, arguments.readme))
     return 0
 
 
@@ -307,22 +268,6 @@ def _trained_question(adapters: Path | None) -> str:
     if adapters is None or not (adapters.resolve().parent / FILE).exists():
         return QUESTION
     return load_run(adapters.resolve().parent).setup["data"]["question"]
-
-
-def _free_folder(folder: Path) -> Path:
-    """The folder, or its first unused sibling with a number: earlier results stay."""
-    free, number = folder, 2
-    while free.exists():
-        free, number = folder.with_name(f"{folder.name}-{number}"), number + 1
-    if free != folder:
-        print(f"{folder} holds earlier runs: these go to {free}")
-    return free
-
-
-def _run(*words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "vlftlib", *words])
-    if done.returncode:
-        raise SystemExit(done.returncode)  # that process has said why
 
 
 def build_parser() -> argparse.ArgumentParser:

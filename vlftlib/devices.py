@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_TYPES = ("npu", "cuda", "cpu")  # in the order of preference
+REHEARSAL = "npu (rehearsal)"  # the device of a run on the stand-in for CANN
 PRECISIONS = ("float32", "bf16", "fp16")
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 STAND_IN_MARK = "vlftlib_stand_in"  # a symbol that only the rehearsal's libascendcl.so exports
@@ -299,7 +300,7 @@ def describe_environment(device: str | torch.device | None = None) -> dict[str, 
         device: the run's device; None asks `get_device`.
 
     Returns:
-        Versions (None: not installed), the device ("npu (rehearsal)" on the stand-in for CANN), its name, the processor,
+        Versions (None: not installed), the device (`REHEARSAL` on the stand-in for CANN), its name, the processor,
         threads and platform; plain values that JSON holds.
     """
     torch = import_torch()
@@ -309,7 +310,7 @@ def describe_environment(device: str | torch.device | None = None) -> dict[str, 
     described["torch"] = torch.__version__  # with the build: +cpu, +cu130
     described["cann"] = cann_version() if device.type == "npu" else None
     described["cuda"] = torch.version.cuda
-    described["device"] = "npu (rehearsal)" if device.type == "npu" and is_rehearsal() else device.type
+    described["device"] = REHEARSAL if device.type == "npu" and is_rehearsal() else device.type
     described["device_name"] = cpu_model()
     if device.type != "cpu":
         described["device_name"] = getattr(torch, device.type).get_device_name(device.index)

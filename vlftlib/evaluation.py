@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from sklearn.metrics import f1_score
@@ -21,6 +22,7 @@ from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
 from vlftlib.forms import Example
 from vlftlib.images import ImageError, load_image
 
+ANSWERS = "answers.jsonl"  # beside a run record
 UNPARSABLE = "(unparsable)"  # as a predicted value; the brackets keep it from meeting a real one
 
 
@@ -196,3 +198,10 @@ def score(expected: Sequence[str], given: Sequence[str], *, split: str, images_p
             classes=len(classes),
         )
     return Evaluation(split, sum(right) / len(right), attributes, unparsable, images_per_second, tuple(zip(expected, given)))
+
+
+def write_answers(evaluations: Sequence[Evaluation], path: Path) -> None:
+    """Every expected and given answer, one JSON line each, to be read beside the run record."""
+    rows = [dict(split=e.split, expected=expected, given=given) for e in evaluations for expected, given in e.answers]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from vlftlib.devices import REHEARSAL, PlatformPolicy, describe_environment
+from vlftlib.models import hash_model
+
 SCHEMA = 1
 FILE = "run.json"
 COMPLETED, INTERRUPTED = "completed", "interrupted"
@@ -43,10 +46,16 @@ class RunRecord:
         return next((entry for entry in reversed(self.evaluations) if entry["split"] == split), None)
 
     def save(self, folder: str | os.PathLike) -> Path:
-        """Write FOLDER/run.json, whole or not at all: a full disk or a kill leaves the earlier file as it was."""
+        """Write FOLDER/run.json, whole or not at all: a full disk or a kill leaves the earlier file as it was.
+
+        On the stand-in for CANN a clock's values would mean nothing and are left out.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"schema": SCHEMA} | dataclasses.asdict(self), indent=1, allow_nan=False)
+        content = {"schema": SCHEMA} | dataclasses.asdict(self)
+        if self.setup.get("environment", {}).get("device") == REHEARSAL:
+            content |= {key: without_times(content[key]) for key in ("measured", "history", "evaluations")}
+        text = json.dumps(content, indent=1, allow_nan=False)
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=FILE, delete=False) as file:
             try:
                 file.write(text + "\n")
@@ -60,8 +69,22 @@ class RunRecord:
         return folder / FILE
 
 
+def describe_run(model, policy: PlatformPolicy, *, recipe: dict | None, data: dict, **more) -> dict:
+    """A record's setup as plain values: what ran on what, with which software and commit; `more` is added to the model's part."""
+    setup = dict(
+        recipe=recipe,
+        model=dict(name=str(model.config._name_or_path), hash=hash_model(model)) | more,
+        data=data,
+        policy=policy.as_dict(),
+        environment=describe_environment(model.device),
+        git=git_state(),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    return json.loads(json.dumps(setup))  # as a reader of the record will see it
+
+
 def without_times(value):
-    """A record's plain values without those that a clock gave: on the stand-in for CANN they would mean nothing."""
+    """Plain values without those that a clock gave."""
     if isinstance(value, dict):
         timed = ("_s", "_per_second", "_share")
         return {key: without_times(inner) for key, inner in value.items() if not key.endswith(timed)}
@@ -111,7 +134,3 @@ def git_state(folder: str | os.PathLike = Path(__file__).parent) -> dict:
 
     commit = git("rev-parse", "HEAD")
     return {"commit": commit} if commit is None else {"commit": commit, "dirty": bool(git("status", "--porcelain"))}
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -27,17 +27,16 @@ from vlftlib import runs
 from vlftlib.adapters import adapter_parameters, apply_recipe, count_parameters, save_adapters
 from vlftlib.callbacks import EvaluateAt, leave_on_signal
 from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
-from vlftlib.devices import PlatformPolicy, apply_policy, describe_environment, is_rehearsal, platform_policy
-from vlftlib.evaluation import Evaluation, evaluate
+from vlftlib.devices import PlatformPolicy, apply_policy, platform_policy
+from vlftlib.evaluation import ANSWERS, evaluate, write_answers
 from vlftlib.forms import Example
 from vlftlib.memory import checkpoint_blocks, peak_memory_bytes, reset_peak_memory
-from vlftlib.models import hash_model
 from vlftlib.operators import operator_census
 from vlftlib.recipes import Recipe
 from vlftlib.stages import StageSwitch, parameter_groups, stage_ends, stage_schedule
 from vlftlib.watch import NonFinite, Watch
 
-TRAINABLE, HISTORY, ANSWERS = "trainable.safetensors", "history.json", "answers.jsonl"
+TRAINABLE, HISTORY = "trainable.safetensors", "history.json"
 KEPT = 2  # checkpoints
 
 
@@ -115,17 +114,9 @@ def train(
     transformers.set_seed(config.seed)
     apply_recipe(model, recipe, max_dropout=policy.max_dropout, seed=config.seed)
     counts = count_parameters(model)
-    setup = dict(
-        recipe=describe_recipe(recipe),
-        config=dataclasses.asdict(config),
-        model=dict(name=str(model.config._name_or_path), hash=hash_model(model)),
-        data=dict(data or {}) | dict(train=len(dataset), rejected=len(dataset.rejected)),
-        policy=policy.as_dict(),
-        environment=describe_environment(device),
-        git=runs.git_state(),
-        started=runs.now(),
-    )
-    setup = json.loads(json.dumps(setup))  # as a reader of the record will see it
+    described = dict(data or {}) | dict(train=len(dataset), rejected=len(dataset.rejected))
+    setup = runs.describe_run(model, policy, recipe=describe_recipe(recipe), data=described)
+    setup["config"] = json.loads(json.dumps(dataclasses.asdict(config)))
     if earlier:
         _check_same_run(earlier.setup, setup, output)
     checkpoint = get_last_checkpoint(output) if resume and output.is_dir() else None
@@ -139,7 +130,7 @@ def train(
 
     def record(outcome: str) -> runs.RunRecord:
         seen = dict(measured=measured, history=watch.history, evaluations=watch.evaluations)
-        run = runs.RunRecord(recipe.name, outcome, setup, **(runs.without_times(seen) if is_rehearsal() else seen))
+        run = runs.RunRecord(recipe.name, outcome, setup, **seen)
         return runs.load_run(run.save(output)) if trainer.is_world_process_zero() else run
 
     record("running")
@@ -188,13 +179,6 @@ def _check_same_run(earlier: dict, setup: dict, output: Path) -> None:
     for name in there:
         if there[name] != here[name]:
             raise ValueError(f"{output} can't be resumed with another {name}: {there[name]!r} there, {here[name]!r} here")
-
-
-def write_answers(evaluations: Sequence[Evaluation], path: Path) -> None:
-    """Every expected and given answer, one JSON line each, to be read beside the run record."""
-    rows = [dict(split=e.split, expected=expected, given=given) for e in evaluations for expected, given in e.answers]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def describe_recipe(recipe: Recipe) -> dict:
