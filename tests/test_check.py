@@ -9,8 +9,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from vlftlib.awkward import awkward_files
 from vlftlib.check import check_examples
+from vlftlib.copies import scan_picture
 from vlftlib.dataset import VisionLanguageDataset, load_examples
-from vlftlib.duplicates import scan_picture
 from vlftlib.images import load_image
 from vlftlib.models import ImageTextProcessor
 from vlftlib.tiny_base import CHAT_TEMPLATE, build_tokenizer

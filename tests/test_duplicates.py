@@ -1,23 +1,15 @@
 import io
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from vlftlib.dataset import Example
-from vlftlib.duplicates import (
-    Scan,
-    drop_repeated,
-    find_duplicates,
-    find_leaks,
-    propose_pairs,
-    same_picture,
-    scan_picture,
-    scan_pictures,
-    split_examples,
-)
+from vlftlib.copies import REFUSALS, Scan, group_copies, same_picture, scan_picture, scan_pictures
+from vlftlib.duplicates import drop_repeated, find_duplicates, find_leaks, split_examples
+from vlftlib.forms import Example
 from vlftlib.images import load_image
 from vlftlib.samples import draw_product, random_product, shop_floor
 
@@ -145,20 +137,47 @@ def test_unusable_pictures_stand_alone(products, tmp_path):
 
 
 def test_scanning_in_processes_gives_the_same(products, monkeypatch):
-    monkeypatch.setattr("vlftlib.duplicates.FEW", 1)
+    monkeypatch.setattr("vlftlib.copies.FEW", 1)
     alone, spread = scan_pictures(products[:3], 1, progress=False), scan_pictures(products[:3], 2, progress=False)
     assert {k: replace(v, seconds=0) for k, v in alone.items()} == {k: replace(v, seconds=0) for k, v in spread.items()}
 
 
+def fingerprints(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [Scan((9, 9), 0, b"", rng.bytes(16), bytes(rng.integers(0, 256, 576, np.uint8))) for _ in range(count)]
+
+
 def test_search_among_many():
-    """Of 3,000 random fingerprints, exactly those that were put in twice are proposed."""
-    rng = np.random.default_rng(0)
-    scans = [Scan((9, 9), 0, b"", rng.bytes(16), bytes(rng.integers(0, 256, 576, np.uint8))) for _ in range(3000)]
+    """Of 3,000 random fingerprints, exactly those that were put in twice are compared."""
+    scans, compared = fingerprints(3000), []
     flipped = bytearray(scans[7].bits)
     flipped[0] ^= 0b111
     scans.append(replace(scans[7], bits=bytes(flipped)))
     scans.append(replace(scans[8], cells=bytes(576)))  # the same hash, other pixels
-    assert propose_pairs(scans, block=500).tolist() == [[7, 3000]]
+    groups, cut = group_copies(scans, lambda i, j: not compared.append((i, j)), block=500)
+    assert compared == [(7, 3000)] and cut == 0
+    assert np.flatnonzero(groups != np.arange(3002)).tolist() == [3000] and groups[3000] == 7
+
+
+def alike(count):
+    rng = np.random.default_rng(0)
+    base = rng.integers(40, 200, 576)
+    return [Scan((9, 9), 0, b"", bytes(16), bytes((base + rng.integers(-2, 3, 576)).astype(np.uint8))) for _ in range(count)]
+
+
+def test_ten_thousand_copies_take_a_comparison_each():
+    compared = []
+    groups, cut = group_copies(alike(10_000), lambda i, j: not compared.append(i))
+    assert len(compared) == 9_999 and not groups.any() and cut == 0
+
+
+def test_many_that_only_look_alike_are_compared_with_their_nearest():
+    """Two million pairs are close; the one copy among them is found, since it is nearest."""
+    scans, compared = alike(2_000), Counter()
+    scans[1500] = scans[700]
+    groups, cut = group_copies(scans, lambda i, j: not compared.update([i]) and (i, j) == (700, 1500))
+    assert np.flatnonzero(groups != np.arange(2_000)).tolist() == [1500] and groups[1500] == 700
+    assert max(compared.values()) == REFUSALS + 1 and cut == 2_000 - REFUSALS - 1
 
 
 # Splits

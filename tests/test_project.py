@@ -87,7 +87,7 @@ OWNERS = {
     "matplotlib.pyplot": {"figures"},
     "seaborn": {"figures"},
     "argparse": {"tiny_base"},
-    "imagehash": {"duplicates"},
+    "imagehash": {"copies"},
     "sklearn.metrics": {"evaluation"},
 }
 

@@ -15,6 +15,7 @@ IMAGE_TAG = re.compile(r"(?:\r?\n)?<image>(?:\r?\n)?")
 IMAGE_PART = {"type": "image"}  # shared by all examples: one dict, not one for each picture
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system"}
 TURN_KEYS = ("messages", "conversations")
+IGNORED_KEYS = ("rejected", "rejected_response", "rejected_messages", "rejected_images")  # of preference data
 QUESTION_KEYS, ANSWER_KEYS = ("query", "instruction", "prompt"), ("response", "output")
 
 
@@ -72,7 +73,8 @@ def short(value: object) -> str:
 def rename_columns(row: dict, entry: dict) -> dict:
     """A row with the column and tag names of a `dataset_info.json` entry (LLaMA-Factory's) replaced by the usual ones."""
     columns, tags = entry.get("columns", {}), entry.get("tags", {})
-    renamed = {key: row.get(columns[key]) for key in ("images", "videos", "audios", "system", "history") if key in columns}
+    usual_keys = ("images", "videos", "audios", "system", "history", "tools", "rejected")
+    renamed = {key: row.get(columns[key]) for key in usual_keys if key in columns}
     if entry.get("formatting", "alpaca") == "alpaca":
         for key, usual in {"prompt": "instruction", "query": "input", "response": "output"}.items():
             renamed[usual] = row.get(columns.get(key, usual))
@@ -97,8 +99,14 @@ def read_row(row: dict, notes: Counter) -> tuple[list, list[dict]]:
     for key in ("video", "videos", "audio", "audios"):
         if row.get(key):
             raise RowError("video or audio", f"{key} is not supported: give frames as images")
-    column = row.get("images", row.get("image"))
-    column = [] if column is None else column if isinstance(column, list) else [column]
+    for key in ("tools", "objects"):  # ms-swift writes boxes into the text from the latter
+        if row.get(key):
+            raise RowError("unsupported key", f"{key}: {short(row[key])}: write into the text what the model shall see")
+    for key in IGNORED_KEYS:
+        if row.get(key):
+            notes[f"{key} ignored: only the answer is learnt"] += 1
+    column = _first(row, "images", "image")
+    column = [] if column in (None, "") else column if isinstance(column, list) else [column]
     supply, images, messages = iter(column), [], []
     turns = _turns(row)
     for number, (role, content, loss) in enumerate(turns):
@@ -139,6 +147,11 @@ def read_row(row: dict, notes: Counter) -> tuple[list, list[dict]]:
     return images, messages
 
 
+def _first(of: dict, *keys: str) -> object:
+    """The value of the first key that has one: tables exported as JSON fill what a row lacks with null."""
+    return next((of[key] for key in keys if of.get(key) is not None), None)
+
+
 def _turns(row: dict) -> list[tuple[object, object, object]]:
     """(role, content, loss switch) of each turn, whatever the row's keys."""
     key = next((key for key in TURN_KEYS if row.get(key) is not None), None)
@@ -146,7 +159,7 @@ def _turns(row: dict) -> list[tuple[object, object, object]]:
         if not isinstance(row[key], list) or not all(isinstance(turn, dict) for turn in row[key]):
             raise RowError("turns are not a list of objects", f"{key}: {short(row[key])}")
         turns = [
-            (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")), turn.get("loss", turn.get("weight")))
+            (_first(turn, "role", "from"), _first(turn, "content", "value"), _first(turn, "loss", "weight"))
             for turn in row[key]
         ]
         return ([("system", row["system"], None)] if row.get("system") else []) + turns
@@ -192,7 +205,7 @@ def _parts(content: object, supply: Iterator, notes: Counter) -> Iterator[tuple[
         if kind == "text" and isinstance(part.get("text"), str):
             yield part["text"], None
         elif kind in ("image", "image_url"):
-            source = part.get(kind, part.get("image", part.get("url", part.get("path"))))
+            source = _first(part, kind, "image", "url", "path")
             if kind == "image_url" and isinstance(source, dict):
                 source = source.get("url")
             if part.get("min_pixels") or part.get("max_pixels"):

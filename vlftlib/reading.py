@@ -5,6 +5,7 @@ import binascii
 import json
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from vlftlib.forms import Example, Rejection, RowError, check_text, read_row, re
 
 # A path has a dot before its ending; bare base64 has none, and no picture fits into fewer characters.
 BARE_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{100,}={0,2}\s*")
+MAX_EMBEDDED = 64 * 2**20  # characters of a picture inside a row, which stay in memory: a 48 MB file
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class LoadedExamples:
     examples: list[Example]
     rejected: list[Rejection]
     notes: Counter = field(default_factory=Counter)
+    root: str = ""  # what image paths were relative to
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(r.kind for r in self.rejected).most_common())
@@ -35,22 +38,23 @@ def load_examples(path: str | os.PathLike, root: str | os.PathLike | None = None
 
     Args:
         path: the file; or a LLaMA-Factory `dataset_info.json`, with `:name` after it where it has several entries.
-        root: image paths are relative to this folder; by default the file's own.
+        root: image paths are relative to this folder; by default the file's own, or that of `dataset_info.json`.
         outside: also read pictures that lie outside of `root`.
 
     Returns:
-        The examples, and a rejection for each row that can't be used.
+        The examples, and a rejection for each row that can't be used. Pictures stay on the disk; one that is embedded in its
+        row (`data:`) is kept as the text that it was.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: the `dataset_info.json` has no such entry, or names no local file.
     """
-    path, entry = _find_entry(str(path))
-    root = os.path.abspath(root if root is not None else os.path.dirname(path))
+    given, (path, entry) = str(path), _find_entry(str(path))
+    root = os.path.abspath(root if root is not None else os.path.dirname(path if entry is None else given))
     if not os.path.isdir(root):
         raise FileNotFoundError(f"no image root {root}: give the folder that image paths are relative to")
     examples, rejected, notes = [], [], Counter()
-    for line, row in _read_rows(Path(path).read_bytes()):
+    for line, row in _read_rows(path):
         try:
             if isinstance(row, RowError):
                 raise row
@@ -63,7 +67,7 @@ def load_examples(path: str | os.PathLike, root: str | os.PathLike | None = None
             examples.append(Example(images, messages, path, line))
         except RowError as error:
             rejected.append(Rejection(path, line, error.kind, error.detail))
-    return LoadedExamples(examples, rejected, notes)
+    return LoadedExamples(examples, rejected, notes, root)
 
 
 def write_examples(examples: Iterable[Example], path: str | os.PathLike, root: str | os.PathLike) -> None:
@@ -95,19 +99,38 @@ def _relative(image: str, root: str) -> str:
     return os.path.relpath(image, root).replace(os.sep, "/")
 
 
-def _read_rows(raw: bytes) -> Iterator[tuple[int, object]]:
-    """(line, value or RowError) for each row; lines count from 1."""
-    encoding = json.detect_encoding(raw)
-    wide = not encoding.startswith("utf-8")
+def _read_rows(path: str) -> Iterator[tuple[int, object]]:
+    """(line, value or RowError) for each row; lines count from 1. JSON lines in UTF-8 are read one at a time."""
+    with open(path, "rb") as file:
+        encoding = json.detect_encoding(file.read(4))
+    if encoding.startswith("utf-8") and _starts_with_a_row(path):
+        with _open_text(path) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, _parse(line.rstrip("\n"))
+        return
+    raw, broken = Path(path).read_bytes(), None
     try:
-        text, broken = raw.decode(encoding, "surrogatepass" if wide else "surrogateescape"), None
+        text = raw.decode(encoding, "surrogateescape" if encoding.startswith("utf-8") else "surrogatepass")
     except UnicodeDecodeError as error:  # only the wide encodings get here
         text = raw[: error.start].decode(encoding, "surrogatepass")
         broken = RowError("not text", f"no {encoding} from byte {error.start} on")
+    del raw
     text = text.removeprefix("\ufeff")
     yield from _list_rows(text) if text.lstrip()[:1] == "[" else _line_rows(text)
     if broken is not None:
         yield len(_split_lines(text)), broken
+
+
+def _open_text(path: str):
+    return open(path, encoding="utf-8-sig", errors="surrogateescape", newline=None)
+
+
+def _starts_with_a_row(path: str) -> bool:
+    """Whether the first line with anything on it is a JSON object: the file is JSON lines, then."""
+    with _open_text(path) as lines:
+        first = next((line for line in lines if line.strip()), "")
+    return isinstance(_parse(first), dict)
 
 
 def _split_lines(text: str) -> list[str]:
@@ -203,7 +226,7 @@ def _locate_image(source: object, root: str, outside: bool) -> str:
         source = unquote(urlsplit(source).path)
     elif re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", source):
         raise RowError("network address", f"{short(source)}: download it first")
-    path = os.path.abspath(os.path.join(root, source))
+    path = _find_name(os.path.abspath(os.path.join(root, source)))
     if "." not in source and BARE_BASE64.fullmatch(source) and not os.path.exists(path):
         return _check_data_address(f"data:;base64,{source}")
     if os.sep == "/" and "\\" in source and not os.path.exists(path):
@@ -221,6 +244,14 @@ def _locate_image(source: object, root: str, outside: bool) -> str:
     return path
 
 
+def _find_name(path: str) -> str:
+    """The path, or where nothing is there, the same name with its accents composed or decomposed, as some archives store it."""
+    if not path.isascii() and not os.path.exists(path):
+        forms = (unicodedata.normalize(form, path) for form in ("NFC", "NFD"))
+        return next((name for name in forms if os.path.exists(name)), path)
+    return path
+
+
 def _is_under(path: str, root: str) -> bool:
     return path.startswith(os.path.join(root, ""))
 
@@ -229,6 +260,8 @@ def _check_data_address(address: str) -> str:
     head, comma, content = address.partition(",")
     if not comma or not head.endswith(";base64"):
         raise RowError("image is no path", f"{short(address)}: a data: address needs ;base64,")
+    if len(content) > MAX_EMBEDDED:
+        raise RowError("image too large", f"{len(content):,} characters in the row, limit {MAX_EMBEDDED:,}: save it as a file")
     try:
         base64.b64decode("".join(content.split()), validate=True)
     except (binascii.Error, ValueError) as error:
