@@ -12,8 +12,9 @@ from torch import nn
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
-import vlftlib.oft as oft
-from vlftlib.oft import OFTLinear, batch_rotations
+from vlftlib import mapping, rotating
+from vlftlib.mapping import batch_rotations
+from vlftlib.oft import OFTLinear
 from vlftlib.orthogonal import cayley, householder, orthogonality_error, unpack_skew
 
 f64 = torch.float64
@@ -58,8 +59,8 @@ def gradients(model, x, run=None) -> list[torch.Tensor]:
 @pytest.fixture
 def maps(monkeypatch) -> list[int]:
     """The number of layers in each map that was computed."""
-    calls, original = [], oft._map
-    monkeypatch.setattr(oft, "_map", lambda layers, *rest: calls.append(len(layers)) or original(layers, *rest))
+    calls, original = [], mapping.map_layers
+    monkeypatch.setattr(mapping, "map_layers", lambda layers, *rest: calls.append(len(layers)) or original(layers, *rest))
     return calls
 
 
@@ -99,7 +100,7 @@ def test_both_sides_agree_in_float32(form):
     layer = adapted(form, features=(256, 64), scale=True)
     x = torch.randn(65, 256)  # one token more than there are output features: weight side
     weight_side = layer(x)
-    assert type(weight_side.grad_fn).__name__ == "_LinearOfRotatedWeightBackward"
+    assert type(weight_side.grad_fn).__name__ == "LinearOfRotatedWeightBackward"
     input_side = torch.cat([layer(part) for part in x.split(13)])
     assert torch.allclose(weight_side, input_side, atol=1e-5)
     one = torch.autograd.grad(weight_side.sum(), [layer.oft_R, layer.oft_scale])
@@ -460,7 +461,7 @@ def test_a_failed_forward_leaves_no_layer_open():
     batch_rotations(model)
     with pytest.raises(RuntimeError):
         model(torch.randn(5, 3))
-    assert not any(layer._slot.open for layer in model if isinstance(layer, OFTLinear))
+    assert not any(layer.slot.open for layer in model if isinstance(layer, OFTLinear))
 
 
 def test_copies_and_pickles_after_a_forward():
@@ -488,7 +489,7 @@ def test_a_frozen_tower_whose_input_needs_no_gradient():
 
 
 def test_the_norm_bound_waits_once_and_keeps_a_margin():
-    bound = oft._NormBound()
+    bound = mapping.NormBound()
 
     class Device:  # a device whose norms arrive one call late
         device = torch.device("cuda")
@@ -528,7 +529,7 @@ def test_rotations_stay_orthogonal_over_large_steps():
     for layer in (model[0], model[2], model[4]):
         assert torch.linalg.matrix_norm(unpack_skew(layer.oft_R, 8), 2).max() > 2
         assert orthogonality_error(layer.rotation()) < 2e-6
-        assert orthogonality_error(layer._slot.factors[0].detach() + torch.eye(8)) < 2e-6
+        assert orthogonality_error(layer.slot.factors[0].detach() + torch.eye(8)) < 2e-6
 
 
 # ---- what wraps a model
@@ -637,9 +638,9 @@ def test_compile(batched):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_tokens_are_summed_in_parts_alike(dtype):
-    x, dx = torch.randn(2, 2 * oft.TOKENS_AT_ONCE + 7, 32).to(dtype)
+    x, dx = torch.randn(2, 2 * rotating.TOKENS_AT_ONCE + 7, 32).to(dtype)
     want = torch.einsum("tni,tnj->nij", x.double().unflatten(1, (4, 8)), dx.double().unflatten(1, (4, 8)))
-    total = oft._outer(x, dx, 4)
+    total = rotating._outer(x, dx, 4)
     assert total.shape == (4, 8, 8) and (total - want).norm() < (1e-5 if dtype == torch.float32 else 5e-3) * want.norm()
 
 
@@ -731,8 +732,8 @@ def _sharded(rank: int, size: int, port: int, form: str, checkpointed: bool):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     try:
-        calls, original = [], oft._map
-        oft._map = lambda layers, *rest: calls.append(len(layers)) or original(layers, *rest)
+        calls, original = [], mapping.map_layers
+        mapping.map_layers = lambda layers, *rest: calls.append(len(layers)) or original(layers, *rest)
         blocks = [nn.Sequential(*(adapted(form, features=(16, 16), seed=10 * i + j) for j in range(2))) for i in range(2)]
         root = Checkpointed(nn.ModuleList(blocks)) if checkpointed else nn.Sequential(*blocks)
         torch.manual_seed(5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from vlftlib import oft
+from vlftlib import mapping, oft
 from vlftlib.adapters import apply_recipe, count_parameters
 from vlftlib.memory import Batch, LiveBytes, StepCounter, checkpoint_blocks
 from vlftlib.models import empty_model, full_size_config
@@ -67,14 +67,14 @@ def really_kept(model, batch, monkeypatch) -> int:
         if module.gradient_checkpointing and output.requires_grad:
             keep(args[0])
 
-    monkeypatch.setattr(oft, "_same", keep)  # which otherwise hides the maps' saved tensors from hooks around it
+    monkeypatch.setattr(mapping, "_same", keep)  # which otherwise hides the maps' saved tensors from hooks around it
     for block in (*model.model.visual.blocks, *model.model.language_model.layers):
         block.register_forward_hook(keep_input)
     with saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
         loss = model(**batch).loss
     for module in model.modules():
         if isinstance(module, oft.OFTLinear):
-            [keep(factor) for factor in module._slot.factors]
+            [keep(factor) for factor in module.slot.factors]
     assert loss.isfinite()
     return sum(storage.nbytes() for reference in kept.values() if (storage := reference()) is not None)
 

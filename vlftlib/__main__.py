@@ -178,6 +178,24 @@ def operators(arguments) -> int:
     return 1 if report.failures or not attention.recommended else 0
 
 
+def benchmark(arguments) -> int:
+    from vlftlib.devices import get_device
+
+    device = get_device(arguments.device)
+    output = arguments.output or ROOT / "data" / "benchmarks"
+    print(BENCHMARKS[arguments.what](arguments, device, output))
+    return 0
+
+
+def _benchmark_oft(arguments, device, output):
+    from vlftlib.oft_benchmark import measure_oft
+
+    return measure_oft(device=device, output=output, quick=arguments.quick)
+
+
+BENCHMARKS = {"oft": _benchmark_oft}  # each writes OUTPUT/NAME.json, with a figure where there is one
+
+
 def plan(arguments) -> int:
     from transformers import AutoConfig
 
@@ -358,6 +376,12 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--recipe", help="with this recipe's adapters")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the recipe")
     command.add_argument("--precision", choices=PRECISIONS, help="all that the device has by default")
+
+    command = add(benchmark, "measure in one process, the cases taking turns, and write a record")
+    command.add_argument("what", choices=sorted(BENCHMARKS))
+    command.add_argument("--device", help="npu, cuda or cpu; the first there is by default")
+    command.add_argument("--output", type=Path, help="a folder; data/benchmarks by default")
+    command.add_argument("--quick", action="store_true", help="small and few: only to see that it runs")
 
     command = add(plan, "what a run will need in memory, counted on the real architecture without its weights")
     command.add_argument("--model", default="7B", help="3B, 7B, or a folder or hub name of a Qwen2.5-VL")

@@ -8,7 +8,8 @@ from torch import nn
 
 from vlftlib.attach import AdapterParameter, adapted_modules, adapter_parameters, apply_lora, apply_oft, some
 from vlftlib.counting import ParameterCount, count_parameters, count_recipe
-from vlftlib.oft import OFTLinear, batch_rotations
+from vlftlib.mapping import batch_rotations
+from vlftlib.oft import OFTLinear
 from vlftlib.recipes import Recipe, Stage
 from vlftlib.saving import load_adapters, save_adapters
 from vlftlib.scopes import SCOPES, select_modules

@@ -15,7 +15,8 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from vlftlib.oft import OFTLinear, batch_rotations
+from vlftlib.mapping import batch_rotations
+from vlftlib.oft import OFTLinear
 from vlftlib.scopes import place_of, scope_of, select_modules, tower_of
 
 LORA_NAME = "default"  # PEFT's name for an adapter inside its layers; it doesn't reach the disk

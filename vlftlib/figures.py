@@ -131,3 +131,17 @@ def save_figure(figure: Figure, name: str, folder: str | os.PathLike = FIGURES) 
     figure.savefig(path, dpi=150, metadata={"Software": None})
     plt.close(figure)
     return path
+
+
+def overhead_figure(layers: Sequence[dict]) -> Figure:
+    """What each method adds to the frozen layer's step in %, by width and dtype; rows of `oft_benchmark.measure_width`."""
+    data = pd.DataFrame([row for row in layers if row["case"] != "frozen"])
+    data["width"] = [f"{i:,}\n→ {o:,}" for i, o in zip(data["in_features"], data["out_features"])]
+    data["percent"] = 100 * data["overhead"]
+    grid = sns.catplot(data, x="width", y="percent", hue="case", col="dtype", kind="bar", palette="colorblind", height=4, aspect=1.3)
+    grid.set(xlabel="", ylabel="% over the frozen layer", yscale="symlog")
+    grid.set_titles("{col_name}")
+    for axes in grid.axes.flat:
+        axes.axhline(0, color=GREY, linewidth=0.8)
+        axes.yaxis.set_major_formatter("{x:g}")
+    return grid.figure
