@@ -92,7 +92,7 @@ class LinearOfRotatedWeight(torch.autograd.Function):
     def forward(ctx, x, weight, bias, scale, *factors):
         ctx.quant_state = getattr(weight, "quant_state", None)
         ctx.save_for_backward(x, weight, scale, *factors)
-        rotated = _rotated_weight(weight, ctx.quant_state, x.dtype, scale, factors)
+        rotated = rotated_weight(weight, ctx.quant_state, x.dtype, scale, factors)
         with torch.autocast(x.device.type, enabled=False):
             return linear(x, rotated, bias)
 
@@ -100,12 +100,12 @@ class LinearOfRotatedWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, scale, *factors = ctx.saved_tensors
-        rotated = _rotated_weight(weight, ctx.quant_state, x.dtype, scale, factors)
+        rotated = rotated_weight(weight, ctx.quant_state, x.dtype, scale, factors)
         dx = grad @ rotated
         return dx if ctx.needs_input_grad[0] else None, None, None, *_gradients(x, dx, scale, factors)
 
 
-def _rotated_weight(weight: Tensor, quant_state, dtype: torch.dtype, scale: Tensor | None, factors) -> Tensor:
+def rotated_weight(weight: Tensor, quant_state, dtype: torch.dtype, scale: Tensor | None, factors) -> Tensor:
     with torch.autocast(weight.device.type, enabled=False):
         if quant_state is not None:
             from bitsandbytes.functional import dequantize_4bit
