@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from vlftlib.__main__ import main
 from vlftlib.awkward import awkward_files
 from vlftlib.check import check_examples
 from vlftlib.copies import scan_picture
@@ -77,6 +78,49 @@ def test_figures(processor, tmp_path):
     text = str(report)
     for part in ("5 rows, 4 usable, 2 pictures", f"e.g. {file}:5", "colour: red 75%, blue 25%", "label conflict", "verdict"):
         assert part in text
+
+
+def test_the_command_writes_what_it_checked(tmp_path, capsys):
+    """Rows of three names for one picture and of 40 others: written without repetitions, whole and in parts."""
+    for i in range(40):
+        noise(tmp_path / f"{i}.png")
+    Image.open(tmp_path / "0.png").save(tmp_path / "copy.png", compress_level=1)
+    names = [f"{i}.png" for i in range(40)] + ["copy.png", "0.png"]
+    rows = [{"query": "<image>What?", "response": "kind: a", "images": [name]} for name in names]
+    rows += [{"query": "<image>What?", "response": "kind: b", "images": ["none.png"]}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    command = ["check", str(tmp_path / "rows.json"), "--json", "--drop-repeated", "--figure", str(tmp_path / "f" / "x.png")]
+    command += ["--write", str(tmp_path / "out.jsonl"), "--split", str(tmp_path / "parts")]
+    assert main(command) == 1  # 1 bad row of 43 is more than the usual 1 %
+    assert main([*command, "--allowed", "0.05"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out[: out.index("\n}\n") + 2])
+    assert (report["rows"], report["usable"], report["picture_groups"]) == (43, 42, 1)
+    assert len(report["repeated"][0]) == 3 and sum(count for *_, count in report["token_histogram"]) == 42
+    assert Image.open(tmp_path / "f" / "x.png").width > 600
+    written = load_examples(tmp_path / "out.jsonl")
+    assert [e.picture_names for e in written.examples] == [[name] for name in names[:40]] and not written.rejected
+    assert f"--root {tmp_path}" in err
+    parts = {name: load_examples(tmp_path / "parts" / f"{name}.jsonl", tmp_path) for name in ("train", "validation", "test")}
+    names = [name for part in parts.values() for e in part.examples for name in e.picture_names]
+    assert sorted(names) == sorted(f"{i}.png" for i in range(40))
+    report = check_examples(parts, processes=1, progress=False)
+    assert report.verdict == "good" and not report.leaks
+
+
+def test_leaks_are_named(tmp_path, capsys):
+    for name in "abc":
+        Image.effect_noise((12, 8), 90).resize((240, 160), Image.Resampling.BICUBIC).save(tmp_path / f"{name}.png")
+    Image.open(tmp_path / "a.png").resize((360, 240), Image.Resampling.BICUBIC).save(tmp_path / "larger.png")
+    for part, names in {"train": "ab", "validation": "c", "test": ["larger"]}.items():
+        rows = [{"query": "<image>What?", "response": "x", "images": [f"{name}.png"]} for name in names]
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["check", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"in more than one part: train {tmp_path}/train.jsonl:1, test {tmp_path}/test.jsonl:1" in out
+    assert "verdict: usable, but 1 pictures occur in more than one part" in out
+    assert main(["check", str(tmp_path), "--write", str(tmp_path / "out.jsonl")]) == 1
+    assert "3 parts: --write and --split take one file" in capsys.readouterr().err
 
 
 def test_length_limit(processor, tmp_path):

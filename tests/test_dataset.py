@@ -2,6 +2,7 @@ import base64
 import json
 import pickle
 import re
+import tracemalloc
 import unicodedata
 
 import pytest
@@ -16,6 +17,7 @@ from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset, load_
 from vlftlib.forms import Example
 from vlftlib.images import load_image
 from vlftlib.models import ImageTextProcessor
+from vlftlib.reading import MAX_EMBEDDED
 from vlftlib.tiny_base import CHAT_TEMPLATE, build_tokenizer
 
 # What the template that comes with Qwen2.5-VL does: string or list content, images by type or key, numbered on request.
@@ -356,6 +358,24 @@ def test_multi_turn_interleaved_system_history(pictures):
     assert third.messages == turns("Add.\n1 and 2", "3")
 
 
+def test_tables_fill_what_a_row_lacks_with_null(pictures):
+    filled = {"type": "image", "image": "wide.png", "text": None, "image_url": None}
+    loaded = load_rows(
+        pictures,
+        FORMS["qwen"] | {"images": None, "messages": None, "system": None, "videos": None},
+        {"images": ["wide.png"], "messages": [{"role": None, "from": "human", "content": None, "value": "<image>A?"}, ANSWER]},
+        {"messages": [{"role": "user", "content": [filled, text("A?") | {"image": None}]}, ANSWER]},
+    )
+    assert not loaded.rejected and all(e.messages == turns([None, "A?"], "yes") for e in loaded.examples)
+    (row,) = load_rows(pictures, {"image": "", "query": "A?", "response": "yes"}).examples  # Qwen's rows without a picture
+    assert row.messages == turns("A?", "yes") and not row.images
+
+
+def test_what_is_passed_over_is_noted(pictures):
+    loaded = load_rows(pictures, {"query": "A?", "response": "yes", "rejected_response": "no"})
+    assert loaded.notes == {"rejected_response ignored: only the answer is learnt": 1}
+
+
 BAD = {
     "not JSON": '{"query": "a", "response": ',
     "not an object": "[1, 2]x"[1:2],
@@ -370,6 +390,8 @@ BAD = {
     "text can't be encoded": {"query": "a", "response": "b\ud800"},
     "image is no path": {"query": "a", "response": "b", "images": [5]},
     "content is not text": {"query": 5, "response": "b"},
+    "unsupported key": {"query": "a", "response": "b", "tools": "[{}]"},
+    "image too large": {"query": "a", "response": "b", "images": ["data:;base64," + "A" * (MAX_EMBEDDED + 4)]},
     "unknown content part": {"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]},
     "system turn is not first": {"messages": [ANSWER, {"role": "system", "content": "a"}]},
     "unknown loss switch": {"messages": [ANSWER | {"loss": "maybe"}]},
@@ -453,9 +475,12 @@ def test_image_paths(pictures, tmp_path_factory):
     (pictures / "wide.png").rename(pictures / "sub dir" / "wide.png")
     inside = str(pictures / "sub dir" / "wide.png")
     address = "file://" + inside.replace(" ", "%20")
-    sources = ["sub dir/wide.png", "sub dir\\wide.png", "./sub dir/../sub dir/wide.png", inside, address]
+    sources = ["sub dir/wide.png", "sub dir\\wide.png", "./sub dir/../sub dir/wide.png", inside, address, "sub dir/wide.png\n"]
     loaded = load_rows(pictures, *({"query": "a", "response": "b", "images": [source]} for source in sources))
     assert not loaded.rejected and {e.images for e in loaded.examples} == {(inside,)}
+    Image.new("L", (40, 40)).save(pictures / "gr\u00fcn.png")
+    loaded = load_rows(pictures, {"query": "a", "response": "b", "images": ["gru\u0308n.png"]})  # as macOS writes it
+    assert loaded.examples[0].images == (str(pictures / "gr\u00fcn.png"),)
     link = tmp_path_factory.mktemp("link") / "root"
     link.symlink_to(pictures)
     loaded = load_rows(pictures, {"query": "a", "response": "b", "images": [inside]}, root=link)
@@ -485,11 +510,12 @@ def test_embedded_pictures(pictures):
 
 def test_dataset_info(pictures):
     turns_ = [{"who": "u", "says": "<image>A?"}, {"who": "a", "says": "yes"}]
-    (pictures / "rows.json").write_text(json.dumps([{"talk": turns_, "pics": ["wide.png"]}, {"talk": [{"who": "x"}]}]))
+    (pictures / "sub").mkdir()  # paths stay relative to the folder of dataset_info.json, as LLaMA-Factory has them
+    (pictures / "sub" / "rows.json").write_text(json.dumps([{"talk": turns_, "pics": ["wide.png"]}, {"talk": [{"who": "x"}]}]))
     (pictures / "flat.json").write_text(json.dumps([{"q": "<image>A?", "a": "yes", "pics": ["wide.png"]}]))
     info = {
         "chat": {
-            "file_name": "rows.json",
+            "file_name": "sub/rows.json",
             "formatting": "sharegpt",
             "columns": {"messages": "talk", "images": "pics"},
             "tags": {"role_tag": "who", "content_tag": "says", "user_tag": "u", "assistant_tag": "a"},
@@ -506,6 +532,25 @@ def test_dataset_info(pictures):
         load_examples(pictures / "dataset_info.json")
     with pytest.raises(ValueError, match="download it first"):
         load_examples(f"{pictures / 'dataset_info.json'}:hub")
+
+
+def test_json_lines_are_read_one_at_a_time(tmp_path):
+    """A file of pictures that are too large to be kept is never in memory as a whole."""
+    row = json.dumps({"query": "a", "response": "b", "images": ["data:;base64,!" + "A" * 2**20]})
+    (tmp_path / "rows.jsonl").write_text("\n".join([row] * 30))
+    tracemalloc.start()
+    loaded = load_examples(tmp_path / "rows.jsonl")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(loaded.rejected) == 30 and peak < 10 * 2**20
+
+
+def test_written_rows_replace_a_file_only_as_a_whole(pictures, tmp_path_factory):
+    other = tmp_path_factory.mktemp("elsewhere") / "x.png"
+    (pictures / "out.jsonl").write_text("kept")
+    with pytest.raises(ValueError, match="lies outside of the root"):
+        write_examples([example("A?", "b"), example([None], "b", images=[other])], pictures / "out.jsonl", pictures)
+    assert (pictures / "out.jsonl").read_text() == "kept" and not list(pictures.glob("*partial*"))
 
 
 def test_missing_file(tmp_path):

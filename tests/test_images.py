@@ -49,6 +49,8 @@ def test_every_unusable_picture_says_why(awkward):
         "phone.jpg": "HEIC is not read",
         "pointer.png": "git lfs pull",
         "truncated.jpg": "truncated",
+        "double.tiff": "a TIFF of a kind that is not read",
+        "text.png": "no known kind of picture",
         "large.png": "13000 x 10000",
         "long.png": "4000 x 10, above 200 to 1",
     }.items():

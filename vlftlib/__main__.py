@@ -137,14 +137,29 @@ def compare(arguments) -> int:
 
 def check(arguments) -> int:
     from vlftlib.check import check_examples
+    from vlftlib.duplicates import drop_repeated
+    from vlftlib.figures import check_figure, save_figure
     from vlftlib.models import load_processor
-    from vlftlib.reading import load_examples, write_examples
+    from vlftlib.reading import write_examples
+    from vlftlib.samples import load_parts, split_three
 
-    loaded = load_examples(arguments.data, arguments.root)
-    report = check_examples(loaded, load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels), arguments.max_length)
+    parts = load_parts(arguments.data, arguments.root)
+    if len(parts) > 1 and (arguments.write or arguments.split):
+        raise ValueError(f"{arguments.data} has {len(parts)} parts: --write and --split take one file")
+    report = check_examples(parts, load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels), arguments.max_length)
     print(json.dumps(report.as_dict(), indent=1) if arguments.json else report)
-    if arguments.write:
-        write_examples(report.examples, arguments.write, arguments.root or Path(arguments.data).parent)
+    if arguments.figure:
+        save_figure(check_figure(report), arguments.figure.stem, arguments.figure.parent)
+    kept = drop_repeated(report.examples, report.duplicates)[0] if arguments.drop_repeated else report.examples
+    files = {arguments.write: kept} if arguments.write else {}
+    if arguments.split:
+        arguments.split.mkdir(parents=True, exist_ok=True)
+        files |= {arguments.split / f"{name}.jsonl": part for name, part in split_three(kept, report.duplicates).items()}
+    for path, examples in files.items():
+        root = Path(parts["all"].root)
+        write_examples(examples, path, root)
+        hint = "" if path.resolve().parent == root.resolve() else f"; its image paths are relative to {root}: --root {root}"
+        print(f"{len(examples):,} rows in {path}{hint}", file=sys.stderr)
     return 1 if report.bad_share > arguments.allowed else 0
 
 
@@ -355,7 +370,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--readme", type=Path, help="with --show: write the table into this file and figures/ again")
 
     command = add(check, "report on a data set: what is used, what isn't and why, lengths, copies, contradictions")
-    command.add_argument("data", help="a file of examples, or a LLaMA-Factory dataset_info.json")
+    command.add_argument("data", help="products, elpv, a folder of parts, a file of examples, or a LLaMA-Factory dataset_info.json")
     command.add_argument("--root", type=Path, help="image paths are relative to this folder; the file's own by default")
     command.add_argument("--model", default=ROOT / "data" / "tiny-base", help="whose tokens are counted")
     command.add_argument("--min-pixels", type=int)
@@ -363,6 +378,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--max-length", type=int, default=4096, help="examples of more tokens are rejected")
     command.add_argument("--allowed", type=float, default=0.01, help="share of bad rows above which the exit status is 1")
     command.add_argument("--write", type=Path, help="write the usable rows here, in the normal form")
+    command.add_argument("--split", type=Path, help="write them into this folder as train, validation and test.jsonl, copies together")
+    command.add_argument("--drop-repeated", action="store_true", help="write no row that repeats another: picture, question, answer")
+    command.add_argument("--figure", type=Path, metavar="FILE.png", help="draw the histograms")
     command.add_argument("--json", action="store_true")
 
     command = add(merge, "fold adapters into the base's weights and write a stock folder")

@@ -124,6 +124,10 @@ def _readable(folder: Path) -> list[Awkward]:
     save("grey-16.png", Image.fromarray((deep * 65535).astype(np.uint16)), GREYS)
     save("grey-16.tiff", Image.fromarray((deep * 65535).astype(np.uint16)), GREYS)
     save("microscope-12-of-16.tiff", Image.fromarray((deep * 4095).astype(np.uint16)), GREYS)
+    save("white-is-zero-16.tiff", Image.fromarray(65535 - (deep * 65535).astype(np.uint16)), GREYS)
+    negative = (folder / "white-is-zero-16.tiff").read_bytes()
+    tag, black, white = struct.pack("<HHI", 262, 3, 1), struct.pack("<HH", 1, 0), bytes(4)  # photometric interpretation
+    (folder / "white-is-zero-16.tiff").write_bytes(negative.replace(tag + black, tag + white))
     save("grey-32.tiff", Image.fromarray((deep * 65535).astype(np.int32)), GREYS)
     save("grey-float.tiff", Image.fromarray(deep.astype(np.float32)), GREYS)
     pixels = (np.asarray(scene).astype(np.uint16) * 257).astype(">u2")
@@ -161,6 +165,7 @@ def _unreadable(folder: Path) -> list[Awkward]:
         "pointer.png": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "not an image"),
         "phone.jpg": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64), "not an image"),
         "postscript.png": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
+        "double.tiff": (_tiff_of_doubles(), "not an image"),
         "truncated.png": (picture.getvalue()[:9000], "image broken"),
         "truncated.jpg": (photo.getvalue()[:5000], "image broken"),
         "enormous.png": (_png(50_000, 50_000, 8, 0, row), "image too large"),
@@ -180,6 +185,13 @@ def _png(width: int, height: int, depth: int, colour_type: int, rows: np.ndarray
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
     )
+
+
+def _tiff_of_doubles() -> bytes:
+    """One pixel of 64-bit floating point, as some instruments' software writes: Pillow reads no such TIFF."""
+    tags = ((256, 3, 1), (257, 3, 1), (258, 3, 64), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1), (279, 4, 8), (339, 3, 3))
+    entries = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags)
+    return b"II*\0" + struct.pack("<Id H", 16, 0.5, len(tags)) + entries + bytes(4)
 
 
 def _swapped_profile() -> bytes:

@@ -163,7 +163,7 @@ def check_examples(
     scans = scan_pictures((image for _, example in examples for image in example.images), processes, progress)
     counted = _count_tokens([example for _, example in examples], scans, processor, progress)
     good, parts, tokens, learnt = [], defaultdict(list), [], []
-    for (part, example), count in zip(examples, counted):
+    for count, (part, example) in zip(counted, examples):  # in this order, so that the bar is closed at the end
         if not isinstance(count, RowError) and max_length is not None and count[0] > max_length:
             count = RowError("too many tokens", f"{count[0]}, limit {max_length}")
         if isinstance(count, RowError):

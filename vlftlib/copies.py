@@ -63,12 +63,19 @@ def scan_pictures(sources: Iterable[str], processes: int | None = None, progress
     with bar, contextlib.ExitStack() as stack:
         run = map
         if processes > 1 and (len(sources) >= FEW or sum(sizes) >= FEW_BYTES):
-            run = stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"))).map
+            run = stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"), _warm_up)).map
+        else:
+            _warm_up()
         chunks = list(_chunks(sources, sizes))
         for chunk, found in zip(chunks, run(_scan_chunk, chunks)):
             scans.update(zip(chunk, found))
             bar.update(len(chunk))
     return scans
+
+
+def _warm_up() -> None:
+    """imagehash imports SciPy at the first hash; no picture shall seem slow for it."""
+    imagehash.phash(Image.new("L", (32, 32)))
 
 
 def _file_size(path: str) -> int:

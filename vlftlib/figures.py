@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from vlftlib.recipes import RECIPES
 from vlftlib.runs import RunRecord
@@ -15,6 +16,7 @@ from vlftlib.tables import MANY_CLASSES, REPORTED, comparison_table
 
 FIGURES = Path(__file__).parent.parent / "figures"
 GREY = "0.35"
+MOST_ATTRIBUTES = 4  # drawn of a data set
 
 
 def _palette(names: Sequence[str]) -> dict:
@@ -119,6 +121,38 @@ def reported_figure() -> Figure:
     axes[0].set_title("accuracy in %", fontsize=10)
     axes[1].set_title("seconds a step", fontsize=10)
     figure.suptitle("Reported by Report A for its own data and machines, not measured here", fontsize=10)
+    sns.despine(figure)
+    return figure
+
+
+def check_figure(report) -> Figure:
+    """A data set as `check_examples` reports it: tokens a row, the pictures' longer sides, and each attribute's values."""
+    attributes = list(report.attributes.items())[:MOST_ATTRIBUTES]
+    figure, axes = plt.subplots(1, 2 + len(attributes), figsize=(3.2 * (2 + len(attributes)), 3), layout="constrained")
+    for panel, values, title in (
+        (axes[0], report.tokens, f"tokens a row; {report.label_share:.1%} learnt"),
+        (axes[1], report.longer_sides, "pictures' longer side, px"),
+    ):
+        if values:
+            low, high = min(values), max(values)
+            width = -(-(high + 1 - low) // 40)
+            edges = [edge - 0.5 for edge in range(low, high + width + 1, width)]
+            panel.hist(values, bins=edges, color=sns.color_palette("colorblind")[0])
+            panel.set_xlim(min(edges[0], high - 5), max(edges[-1], low + 5))
+        panel.set_title(title, fontsize=10)
+        panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[0].set_ylabel("rows")
+    axes[1].set_ylabel("pictures")
+    for panel, (name, values) in zip(axes[2:], attributes):
+        shown = values.most_common()
+        bars = panel.barh([str(value) for value, _ in shown], [count for _, count in shown], color=sns.color_palette("colorblind")[2])
+        panel.bar_label(bars, fontsize=8, color=GREY, padding=2)
+        panel.invert_yaxis()
+        panel.margins(x=0.2)
+        panel.set_title(name, fontsize=10)
+        panel.set_xlabel("rows")
+    figure.suptitle(f"{len(report.examples):,} usable rows of {len(report.examples) + len(report.rejected):,}", fontsize=10)
     sns.despine(figure)
     return figure
 

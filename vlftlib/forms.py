@@ -5,6 +5,7 @@ to the tag (Qwen's own scripts drop it too): a model sees a picture and text, ne
 content parts, `<image>` is text like any other.
 """
 
+import os
 import re
 import sys
 from collections import Counter
@@ -38,6 +39,11 @@ class Example:
         """The text of the last assistant turn."""
         turn = next(message for message in reversed(self.messages) if message["role"] == "assistant")
         return "".join(part.get("text", "") for part in turn["content"])
+
+    @property
+    def picture_names(self) -> list[str]:
+        """The pictures without their folders, which differ by machine; an embedded one is its own name."""
+        return [image if image.startswith("data:") else os.path.basename(image) for image in self.images]
 
 
 @dataclass(frozen=True, slots=True)

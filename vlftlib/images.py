@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
-from PIL import Image, ImageCms, ImageOps
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO", "PCX", "DIB", "PSD")
 MAX_PIXELS = 128_000_000  # a phone's 108 megapixels pass; decoding needs up to 10 bytes a pixel at its peak
 MAX_ASPECT = 200  # Qwen2.5-VL's own limit
+PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # TIFF 6.0, p. 37
 SRGB = ImageCms.createProfile("sRGB")
 
 
@@ -57,7 +58,8 @@ def open_image(source: str | os.PathLike) -> Iterator[Image.Image]:
         except Image.DecompressionBombError as error:
             raise ImageError("image too large", f"{name}: {error}") from None
         except Exception as error:  # broken files raise anything, from OSError to struct.error
-            raise ImageError("not an image", f"{name}: {_what_it_is(stream) or error}") from None
+            reason = _what_it_is(stream) or ("no known kind of picture" if isinstance(error, UnidentifiedImageError) else error)
+            raise ImageError("not an image", f"{name}: {reason}") from None
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise ImageError("image too large", f"{name}: {width} x {height}, above {MAX_PIXELS:,} pixels")
@@ -114,6 +116,10 @@ def _what_it_is(stream: io.BufferedIOBase) -> str:
         return "HEIC is not read: export it as JPEG"
     if not any(head):
         return "the file holds zeros only"
+    if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        return "a TIFF of a kind that is not read, or broken: export it with 8 or 16 bits and 1, 3 or 4 channels"
+    if head[:8] == b"\x89PNG\r\n\x1a\n" or head[:3] == b"\xff\xd8\xff":
+        return "its header is broken"
     text = head.lstrip().lower()
     for start, kind in (
         (b"<!doctype html", "a web page"),
@@ -138,7 +144,10 @@ def _turn_upright(image: Image.Image) -> None:
 def _to_rgb(image: Image.Image) -> Image.Image:
     profile = image.info.get("icc_profile")
     if image.mode in ("1", "I", "F") or image.mode.startswith("I;"):
-        return _scale_grey(image).convert("RGB")
+        grey = _scale_grey(image)
+        # Pillow turns 8-bit greys that count from white the right way, deeper ones not.
+        counts_from_white = image.mode != "1" and getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == WHITE_IS_ZERO
+        return (ImageOps.invert(grey) if counts_from_white else grey).convert("RGB")
     alpha = None
     if image.has_transparency_data:
         alpha = image.convert("RGBA").getchannel("A")

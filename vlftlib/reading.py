@@ -73,22 +73,27 @@ def load_examples(path: str | os.PathLike, root: str | os.PathLike | None = None
 def write_examples(examples: Iterable[Example], path: str | os.PathLike, root: str | os.PathLike) -> None:
     """Write examples as JSON lines in the normal form: content parts, image paths relative to `root` and with `/`.
 
+    A file that is there is replaced when all rows are written.
+
     Raises:
         ValueError: a picture lies outside of `root`.
     """
-    root = os.path.abspath(root)
-    lines = []
-    for example in examples:
-        images = iter(example.images)
-        turns = []
-        for message in example.messages:
-            content = [
-                {"type": "image", "image": _relative(next(images), root)} if part["type"] == "image" else part
-                for part in message["content"]
-            ]
-            turns.append(message | {"content": content})
-        lines.append(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
-    Path(path).write_text("".join(lines), encoding="utf-8", newline="\n")
+    root, partial = os.path.abspath(root), Path(f"{path}.partial")
+    try:
+        with partial.open("w", encoding="utf-8", newline="\n") as file:
+            for example in examples:
+                images = iter(example.images)
+                turns = []
+                for message in example.messages:
+                    content = [
+                        {"type": "image", "image": _relative(next(images), root)} if part["type"] == "image" else part
+                        for part in message["content"]
+                    ]
+                    turns.append(message | {"content": content})
+                file.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _relative(image: str, root: str) -> str:
@@ -222,7 +227,7 @@ def _locate_image(source: object, root: str, outside: bool) -> str:
         raise RowError("image is no path", short(source))
     if source.startswith("data:"):
         return _check_data_address(source)
-    if source.startswith("file://"):
+    if source[:7].lower() == "file://":
         source = unquote(urlsplit(source).path)
     elif re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", source):
         raise RowError("network address", f"{short(source)}: download it first")
@@ -240,16 +245,17 @@ def _locate_image(source: object, root: str, outside: bool) -> str:
             raise RowError("image outside the root", f"{path}; root {root}")
         path = os.path.join(root, below)
     if not os.path.isfile(path):
-        raise RowError("image not found", f"{path} is no file" if os.path.exists(path) else path)
+        shown = path if len(path) <= 300 else f"{path[:297]}..."
+        raise RowError("image not found", f"{shown} is no file" if os.path.exists(path) else shown)
     return path
 
 
 def _find_name(path: str) -> str:
-    """The path, or where nothing is there, the same name with its accents composed or decomposed, as some archives store it."""
-    if not path.isascii() and not os.path.exists(path):
-        forms = (unicodedata.normalize(form, path) for form in ("NFC", "NFD"))
-        return next((name for name in forms if os.path.exists(name)), path)
-    return path
+    """The path; where nothing is there, one that differs in how accents are composed (archives change it) or in end space."""
+    if os.path.exists(path):
+        return path
+    forms = (path.strip(), unicodedata.normalize("NFC", path), unicodedata.normalize("NFD", path))
+    return next((name for name in forms if os.path.exists(name)), path)
 
 
 def _is_under(path: str, root: str) -> bool:

@@ -23,10 +23,10 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from sklearn.model_selection import train_test_split
 from tqdm.auto import tqdm
 
-from vlftlib.dataset import load_examples
-from vlftlib.duplicates import split_examples
+from vlftlib.duplicates import Duplicates, find_duplicates, split_examples
 from vlftlib.evaluation import parse_answer
 from vlftlib.forms import Example, Rejection
+from vlftlib.reading import LoadedExamples, load_examples
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -260,7 +260,7 @@ class Splits:
     def describe(self) -> dict:
         """For a run record: name, counts, the question that the training part asks first, and a hash of all rows."""
         rows = [
-            (name, [os.path.basename(image) for image in example.images], example.messages)
+            (name, example.picture_names, example.messages)
             for name, part in self.parts.items()
             for example in part
         ]
@@ -271,34 +271,55 @@ class Splits:
         return dict(name=self.name, counts=counts, rejected=len(self.rejected), question=question, hash=digest.hexdigest()[:16])
 
 
-def load_splits(data: str | os.PathLike, root: str | os.PathLike | None = None) -> Splits:
-    """Open a data set: "products" or "elpv" (made where they aren't there yet), a folder, or a file.
+def load_parts(data: str | os.PathLike, root: str | os.PathLike | None = None) -> dict[str, LoadedExamples]:
+    """Read a data set: "products" or "elpv" (made where they aren't there yet), a folder, or a file.
 
-    A folder has train.jsonl, validation.jsonl and test.jsonl; a file of examples is split 80/10/10 by each row's content.
+    Returns:
+        The parts by name: "train", "validation" and "test" of a folder's train.jsonl, validation.jsonl and test.jsonl (the
+        products also have "catalogue"), or "all" of a file.
+
+    Raises:
+        FileNotFoundError: no such file, or the folder lacks one.
+    """
+    made = {"products": make_products, "elpv": make_elpv}.get(str(data))
+    folder = Path(data) if made is None else made()
+    if not folder.is_dir():
+        return {"all": load_examples(data, root)}
+    names = ["train", "validation", "test"] + ["catalogue"] * (made is make_products)
+    # ELPV's pictures stay in their package, which the folder links to.
+    return {name: load_examples(folder / f"{name}.jsonl", root, outside=made is make_elpv) for name in names}
+
+
+def load_splits(data: str | os.PathLike, root: str | os.PathLike | None = None, progress: bool = True) -> Splits:
+    """Open a data set for a run: as `load_parts`, and a file of examples is split 80/10/10 by each row's content.
+
+    Copies of a picture stay on one side, so a file's pictures are all decoded here. For a large file,
+    `python -m vlftlib check FILE --split FOLDER` does it once.
 
     Raises:
         FileNotFoundError: no such file, or the folder lacks one.
         ValueError: a part has no example; the message counts what was rejected.
     """
-    made = {"products": make_products, "elpv": make_elpv}.get(str(data))
-    folder = Path(data) if made is None else made()
-    if folder.is_dir():
-        names = ["train", "validation", "test"] + ["catalogue"] * (made is make_products)
-        # ELPV's pictures stay in their package, which the folder links to.
-        loaded = {name: load_examples(folder / f"{name}.jsonl", root, outside=made is make_elpv) for name in names}
-        parts = {name: part.examples for name, part in loaded.items()}
-        rejected = [rejection for part in loaded.values() for rejection in part.rejected]
+    loaded = load_parts(data, root)
+    rejected = tuple(rejection for part in loaded.values() for rejection in part.rejected)
+    if set(loaded) == {"all"}:
+        examples = loaded["all"].examples
+        parts = split_three(examples, find_duplicates(examples, progress=progress))
     else:
-        read = load_examples(data, root)
-        train, rest = split_examples(read.examples, share=0.8)
-        validation, test = split_examples(rest, share=0.5, seed=1)
-        parts, rejected = {"train": train, "validation": validation, "test": test}, read.rejected
+        parts = {name: part.examples for name, part in loaded.items()}
     empty = [name for name, part in parts.items() if not part]
     if empty:
         first = f"; the first: {rejected[0]}" if rejected else ""
         found = sum(map(len, parts.values()))
         raise ValueError(f"{data}: no example for {', '.join(empty)} ({found} found, {len(rejected)} rejected{first})")
-    return Splits(str(data), parts, tuple(rejected), two_class_accuracy if made is make_elpv else None)
+    return Splits(str(data), parts, rejected, two_class_accuracy if str(data) == "elpv" else None)
+
+
+def split_three(examples: Sequence[Example], duplicates: Duplicates | None = None) -> dict[str, list[Example]]:
+    """Examples as "train", "validation" and "test", 80/10/10 by each row's content (see `split_examples`)."""
+    train, rest = split_examples(examples, share=0.8, duplicates=duplicates)
+    validation, test = split_examples(rest, share=0.5, seed=1, duplicates=duplicates)
+    return {"train": train, "validation": validation, "test": test}
 
 
 def _publish(partial: Path, folder: Path) -> None:
