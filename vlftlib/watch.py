@@ -23,8 +23,8 @@ class Watch(TrainerCallback):
     """Keeps the history, one entry an optimizer step, shows it in a progress bar, and notes what is odd.
 
     An entry has step, loss, grad_norm (before clipping), learning_rate, step_time_s (from the end of one step to the end of the
-    next, checkpoints and evaluations left out), data_wait_s, images, tokens and memory_bytes; also rows and event
-    ("loss jump", "gradient spike", "skipped: ...") where there is one.
+    next, checkpoints and evaluations left out), data_wait_s, images, tokens and memory_bytes; in fp16 also loss_scale, after
+    the step; and rows and event ("loss jump", "gradient spike", "skipped: ...") where there is one.
     """
 
     def __init__(self, device: torch.device):
@@ -33,6 +33,7 @@ class Watch(TrainerCallback):
         self.tokens: list[torch.Tensor] = []
         self.rows: list[int] = []
         self.event: str | None = None
+        self.loss_scale: float | None = None
         self.leak_at = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -71,6 +72,13 @@ class Watch(TrainerCallback):
         if self.skips >= MAX_SKIPS:
             raise NonFinite(f"step {self.step + 1}: {self.skips} skipped steps in a row, rows {sorted(self.rows)} in the last")
 
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        if optimizer.scaler is None:  # accelerate's optimizer: nothing is scaled outside fp16
+            return
+        self.loss_scale = optimizer.scaler.get_scale()
+        if optimizer.step_was_skipped:
+            self.skipped(f"overflow in fp16, the loss scale is now {self.loss_scale:g}")
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "grad_norm" not in logs:  # the summary after the last step
             return
@@ -86,6 +94,8 @@ class Watch(TrainerCallback):
             tokens=int(sum(self.tokens)),
             memory_bytes=self.memory(),
         )
+        if self.loss_scale is not None:
+            entry["loss_scale"] = self.loss_scale
         if self.event is None:
             self.skips = 0
         self.event = self.event or self.jump(entry)
