@@ -42,7 +42,7 @@ figures: $(STAMP)  ## draw figures/ and README's table again from the run record
 	$(VENV)/python -m vlftlib compare --show data/reference --readme README.md
 
 rehearse-npu: $(STAMP)  ## all recipes on the genuine torch_npu over a stand-in for CANN
-	$(VENV)/python -m pytest tests/npu
+	REHEARSAL=required $(VENV)/python -m pytest tests/npu
 
 notebooks: $(STAMP)  ## execute the notebooks in place
 	$(VENV)/python notebooks/execute.py

@@ -39,7 +39,8 @@ def broken_torch_npu(tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("torch_npu", None)  # that it is left out
 
 
 def test_torch_npu_import_error_is_shown(broken_torch_npu):
@@ -47,6 +48,22 @@ def test_torch_npu_import_error_is_shown(broken_torch_npu):
         get_device("npu")
     with pytest.warns(UserWarning, match="libhccl.so"):
         get_device()
+    with pytest.raises(RuntimeError, match="torch_npu doesn't load, and this process has gone on without it"):
+        get_device("npu")
+
+
+def test_a_run_on_the_cpu_goes_on_beside_a_torch_npu_that_does_not_load(broken_torch_npu):
+    # transformers imports torch_npu wherever it is installed.
+    info = broken_torch_npu / "torch_npu-2.13.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
+    arguments = "from transformers import TrainingArguments; print(TrainingArguments(output_dir='x', use_cpu=True).device)"
+    path = f"import sys; sys.path.insert(0, {str(broken_torch_npu)!r}); "
+    for choose, status in (("", 1), ("from vlftlib.devices import get_device; get_device('cpu'); ", 0)):
+        done = subprocess.run([sys.executable, "-c", path + choose + arguments], capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert "libhccl.so" in done.stderr  # as the error, and as a warning
+    assert done.stdout.strip() == "cpu"
 
 
 def test_cuda_build_beside_torch_npu_is_not_even_imported(broken_torch_npu, monkeypatch):
@@ -61,11 +78,15 @@ def test_autoload_failure_names_the_variable(broken_torch_npu):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
-    code = f"import sys; sys.path.insert(0, {str(broken_torch_npu)!r}); from vlftlib import devices; devices.get_device('cpu')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert "libhccl.so" in last and "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in last
+    path = f"import sys; sys.path.insert(0, {str(broken_torch_npu)!r}); "
+    for code in (
+        "from vlftlib import devices; devices.get_device('cpu')",
+        "from vlftlib.__main__ import main; sys.exit(main(['plan', '--recipe', 'lora_text']))",
+    ):
+        done = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True)
+        assert done.returncode == 1
+        last = done.stderr.strip().splitlines()[-1]
+        assert "libhccl.so" in last and "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in last
 
 
 def test_importing_decides_nothing():

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from vlftlib.devices import PRECISIONS
+from vlftlib.devices import PRECISIONS, import_torch
 
 ROOT = Path(__file__).parent.parent
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -238,7 +238,8 @@ def rehearse(arguments) -> int:
     from vlftlib.rehearsal import rehearse as run_rehearsal
 
     options = dict(chip=arguments.chip, devices=arguments.devices, allow_fallbacks=arguments.allow_fallbacks)
-    return run_rehearsal(arguments.script, **options).returncode
+    words = arguments.script if arguments.module is None else ["-m", *arguments.module]
+    return run_rehearsal(words, **options).returncode
 
 
 def doctor(arguments) -> int:
@@ -418,7 +419,8 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--chip", default="Ascend910B2", help="what the stand-in says it is")
     command.add_argument("--devices", type=int, default=1)
     command.add_argument("--allow-fallbacks", action="store_true", help="let operators without an NPU kernel run on the CPU")
-    command.add_argument("script", nargs=argparse.REMAINDER, help="script.py and its arguments, or -m and a module")
+    command.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, as python -m takes it")
+    command.add_argument("script", nargs=argparse.REMAINDER, help="script.py and its arguments")
 
     command = add(doctor, "say what is installed, whether it fits together, and whether the device computes")
     command.add_argument("--json", action="store_true")
@@ -428,6 +430,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(words: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(words)
     try:
+        if arguments.function not in (doctor, rehearse):  # these two also run where torch can't be imported
+            import_torch()
         return arguments.function(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -64,6 +64,8 @@ def npu_fault(index: int = 0) -> str | None:
 
     torch_npu fails in its own ways, as ImportError, RuntimeError or bare Exception, so whatever it raises is the reason given.
     """
+    if sys.modules.get("torch_npu", "unknown") is None:
+        return "torch_npu doesn't load, and this process has gone on without it"
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
     torch = import_torch()
@@ -107,16 +109,13 @@ def get_device(name: str | torch.device | None = None) -> torch.device:
     """
     torch = import_torch()
     if name is None:
-        for kind, fault in (("npu", npu_fault()), ("cuda", cuda_fault())):
-            if fault is None:
-                return get_device(kind)
-            if kind == "npu" and importlib.util.find_spec("torch_npu") is not None:
-                warnings.warn(f"the NPU is passed over though torch_npu is installed: {fault}", stacklevel=2)
-        return torch.device("cpu")
+        name = next((kind for kind, fault in (("npu", npu_fault), ("cuda", cuda_fault)) if fault() is None), "cpu")
     match = re.fullmatch(rf"({'|'.join(DEVICE_TYPES)})(?::(\d+))?", str(name))
     if not match:
         raise ValueError(f"device {str(name)!r}: must be npu, cuda or cpu, or an accelerator with its number, as npu:0")
     kind, number = match.groups()
+    if kind != "npu":
+        leave_out_torch_npu()
     if kind == "cpu":
         return torch.device("cpu")
     index = int(number if number is not None else os.environ.get("LOCAL_RANK", 0))
@@ -126,9 +125,21 @@ def get_device(name: str | torch.device | None = None) -> torch.device:
     return torch.device(kind, index)
 
 
+def leave_out_torch_npu() -> None:
+    """Where another device is used: warn of an installed torch_npu that can't be, and keep one that doesn't load out of the process.
+
+    transformers imports torch_npu, where it is installed, for every device, so its error would end a run on the CPU too.
+    """
+    if importlib.util.find_spec("torch_npu") is None or (fault := npu_fault()) is None:
+        return
+    warnings.warn(f"the NPU is passed over though torch_npu is installed: {fault}", stacklevel=3)
+    if "torch_npu" not in sys.modules:
+        sys.modules["torch_npu"] = None  # Python's own mark for a module that is not to be imported
+
+
 def is_rehearsal() -> bool:
     """Whether the NPU in this process is the rehearsal's stand-in for CANN, told by its library, not by the environment."""
-    if "torch_npu" not in sys.modules:
+    if sys.modules.get("torch_npu") is None:
         return False
     # torch_npu has already loaded this library, so this opens the very one that it runs on.
     return hasattr(ctypes.CDLL("libascendcl.so"), STAND_IN_MARK)

@@ -115,7 +115,8 @@ def check_operators(
         for path, captured in capture(shell, names, inputs).items():
             results.append(check_part(shell.get_submodule(path), names[path], captured, device, precision, seed))
         results.append(check_part(shell, "whole model", ((), inputs), device, precision, seed))
-    return OperatorReport(str(device), tuple(results))
+    rehearsed = " (rehearsal)" if device.type == "npu" and is_rehearsal() else ""
+    return OperatorReport(f"{device}{rehearsed}", tuple(results))
 
 
 def compare_attention(

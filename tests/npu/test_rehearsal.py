@@ -147,6 +147,19 @@ def test_doctor(on_npu):
 
 
 @pytest.mark.slow
+def test_operators_on_the_command_line():
+    words = ["-m", "vlftlib", "operators", "--device", "npu:0", "--recipe", "oft_vision", "--precision", "fp16"]
+    done = rehearsal.rehearse(words, cache=CACHE, capture=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert "operators on npu:0 (rehearsal), against the CPU in float32" in lines and "0 of 18 failed" in lines
+    assert any("model.visual.blocks.0.attn.proj" in line for line in lines) and " ms" not in done.stdout
+    # The chip's own attention kernel is beyond the stand-in, which is said.
+    assert any(line.startswith("flash_attention_2") and "aclnnFlashAttention" in line for line in lines)
+    assert lines[-1] in ("recommended: sdpa", "recommended: eager")
+
+
+@pytest.mark.slow
 def test_a_foreign_script_with_workers_and_scaling():
     done = rehearsal.rehearse([FOREIGN], cache=CACHE, capture=True)
     losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")]

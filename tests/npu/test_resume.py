@@ -1,9 +1,12 @@
 """A run that is killed in fp16 goes on exactly: adapters, losses, the device's random numbers and the loss scale."""
 
+import dataclasses
 import json
 import signal
 import textwrap
 from pathlib import Path
+
+import pytest
 
 from vlftlib import rehearsal
 from vlftlib.runs import load_run
@@ -45,9 +48,8 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_exactly(examples, tmp_path):
-    import dataclasses
-
     (tmp_path / "examples.json").write_text(json.dumps([dataclasses.asdict(example) for example in examples[:8]]))
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -55,6 +57,13 @@ def test_a_killed_run_goes_on_exactly(examples, tmp_path):
         done = rehearsal.rehearse([str(script), str(tmp_path), word], cache=CACHE, capture=True)
         assert done.returncode == status, done.stderr[-3000:]
     whole, again = load_run(tmp_path / "whole"), load_run(tmp_path / "killed")
-    print([(e["step"], e["loss"], e["grad_norm"], e["loss_scale"], e.get("event")) for e in whole.history])
+    assert whole.outcome == again.outcome == "completed"
     assert list(again.history) == list(whole.history)
     assert (tmp_path / "whole/last.safetensors").read_bytes() == (tmp_path / "killed/last.safetensors").read_bytes()
+    # What the scaler did is in the record: an overflow is a step that is skipped and halves, two good ones double.
+    scales = [2.0**22, *(entry["loss_scale"] for entry in whole.history)]
+    skipped = [entry.get("event", "").startswith("skipped: overflow in fp16") for entry in whole.history]
+    assert any(skipped[:4]) and not all(skipped) and any(after == 2 * before for before, after in zip(scales, scales[1:]))
+    for before, after, entry, left in zip(scales, scales[1:], whole.history, skipped):
+        assert after in ([before / 2] if left else [before, 2 * before])
+        assert len(entry["rows"]) == 2 if left else entry["grad_norm"] < 1e3

@@ -2,12 +2,17 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
+from vlftlib import rehearsal
+from vlftlib.reading import write_examples
 from vlftlib.recipes import RECIPES, TINY_BASE_OVERRIDES, get_recipe
+from vlftlib.runs import load_run
 from vlftlib.trainer import TrainConfig, train
 
+CACHE = Path(__file__).parents[2] / rehearsal.CACHE
 QUICK = ("lora_text_vision", "oft_vision")
 SETUP = """
     import functools, torch
@@ -71,3 +76,37 @@ def test_a_recipe_trains_on_the_npu_as_on_the_cpu(name, base, processor, example
     assert (found["bf16 dtype"], found["fp16 dtype"]) == ("bfloat16", "float16")
     assert found["fp16 policy"]["loss_scale"] == 2**16 and found["fp16 policy"]["optimizer"] == "adamw_torch"
     assert found["environment"]["device"] == "npu (rehearsal)" and found["times"] == [] and found["merged"] is True
+
+
+@pytest.mark.slow
+def test_the_command_line_gives_no_times(draw_examples, tmp_path):
+    for seed, (name, count) in enumerate((("train", 4), ("validation", 2), ("test", 2))):
+        (tmp_path / name).mkdir()
+        write_examples(draw_examples(tmp_path / name, count, seed), tmp_path / f"{name}.jsonl", tmp_path)
+    tuned, evaluated = tmp_path / "tuned", tmp_path / "evaluated"
+    shared = ["--data", str(tmp_path), "--device", "npu", "--attention", "eager"]
+    quick = ["--recipe", "oft_vision", "--max-steps", "1", "--set", "batch_size=2"]
+    for words in (
+        ["train", *shared, *quick, "--output", str(tuned)],
+        ["evaluate", *shared, "--adapters", str(tuned / "adapters"), "--splits", "test", "--output", str(evaluated)],
+    ):
+        done = rehearsal.rehearse(["-m", "vlftlib", *words], cache=CACHE, capture=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    for folder in (tuned, evaluated):
+        run, text = load_run(folder), (folder / "run.json").read_text()
+        assert run.setup["environment"]["device"] == "npu (rehearsal)" and run.evaluation("test")["examples"] == 2
+        assert not any(f'{unit}":' in text for unit in ("_s", "_per_second", "_share"))
+    assert load_run(tuned).history[0]["loss_scale"] == 2**16
+    assert load_run(tuned).evaluation("test")["accuracy"] == load_run(evaluated).evaluation("test")["accuracy"]
+
+
+@pytest.mark.slow
+def test_notebook_04_runs_on_the_npu(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEVICE", "npu")
+    monkeypatch.setenv("STEPS", "10")
+    executor = Path(__file__).parents[2] / "notebooks" / "execute.py"
+    words = [str(executor), "04", "--output", str(tmp_path), "--timeout", "1200"]
+    done = rehearsal.rehearse(words, cache=CACHE, capture=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    text = (tmp_path / "04_oft_on_ascend.ipynb").read_text()
+    assert "'npu (rehearsal)', 'float16', 16128" in text and "4 layers, all orthogonal" in text
