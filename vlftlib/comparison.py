@@ -1,5 +1,6 @@
 """Runs side by side: the base's record, a process for each recipe, and one table with figures from the records."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,11 +11,11 @@ from pathlib import Path
 from vlftlib.adapters import load_adapters
 from vlftlib.devices import PlatformPolicy
 from vlftlib.evaluation import ANSWERS, evaluate, write_answers
-from vlftlib.figures import cost_figure, history_figure, quality_figure, reported_figure, save_figure
+from vlftlib.figures import cost_figure, history_figure, overhead_figure, quality_figure, reported_figure, save_figure
 from vlftlib.memory import peak_memory_bytes, reset_peak_memory
 from vlftlib.runs import COMPLETED, FILE, RunRecord, describe_run, load_run, load_runs
 from vlftlib.samples import Splits
-from vlftlib.tables import comparison_table, format_table, published_table, write_readme
+from vlftlib.tables import comparison_table, format_table, overhead_table, published_table, write_readme
 
 
 def evaluate_run(
@@ -98,7 +99,10 @@ def _command(*words: str) -> None:
 
 
 def show_runs(folder: str | os.PathLike, figures: str | os.PathLike, readme: str | os.PathLike | None = None) -> str:
-    """The table of the runs in a folder, the base first, as text; draws their figures into `figures`, and renews README's table."""
+    """The table of the runs in a folder, the base first, as text; draws their figures into `figures`.
+
+    With `readme`, the folder is the repository's reference: README's two tables and the benchmark's figure are renewed too.
+    """
     runs = sorted(load_runs(folder), key=lambda run: run.name != "base")
     text = format_table(comparison_table(runs))
     drawn = {"quality": quality_figure(runs), "reported": reported_figure()}
@@ -108,4 +112,7 @@ def show_runs(folder: str | os.PathLike, figures: str | os.PathLike, readme: str
         save_figure(figure, name, figures)
     if readme:
         write_readme(text, readme)
+        layers = json.loads((Path(folder) / "benchmarks" / "oft.json").read_text())["results"]["layers"]
+        write_readme(format_table(overhead_table(layers)), readme, "overhead")
+        save_figure(overhead_figure(layers), "overhead", figures)
     return "\n".join(part for part in (text, published_table(runs), f"records in {folder}, figures in {figures}") if part)

@@ -86,7 +86,7 @@ def describe_run(model, policy: PlatformPolicy, *, recipe: dict | None, data: di
 def without_times(value):
     """Plain values without those that a clock gave."""
     if isinstance(value, dict):
-        timed = ("_s", "_per_second", "_share")
+        timed = ("_s", "_per_second", "_share", "overhead", "time_ratio")
         return {key: without_times(inner) for key, inner in value.items() if not key.endswith(timed)}
     return [without_times(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 

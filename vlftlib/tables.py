@@ -1,4 +1,4 @@
-"""Run records as a table: one row a run, for the terminal and for README.md."""
+"""Run records and the OFT benchmark's as tables, for the terminal and for README.md."""
 
 import os
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ import pandas as pd
 from vlftlib.runs import COMPLETED, RunRecord
 
 REPORTED = Path(__file__).parent.parent / "data" / "reported"
-BEGIN, END = "<!-- results: written by make figures -->", "<!-- end of results -->"
 MANY_CLASSES = 20  # an attribute of more classes is shown by its accuracy: each class is too rare for an F1
 
 
@@ -53,7 +52,7 @@ def format_table(table: pd.DataFrame) -> str:
             return "-"
         return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits.get(name, 1)}f}"
 
-    header = ["run", *table.columns]
+    header = [table.index.name or "run", *table.columns]
     body = [[name, *(show(column, row[column]) for column in table.columns)] for name, row in table.astype(object).iterrows()]
     widths = [max(map(len, column)) for column in zip(header, *body)]
 
@@ -62,6 +61,16 @@ def format_table(table: pd.DataFrame) -> str:
 
     rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
     return "\n".join([line(header), rule, *map(line, body)])
+
+
+def overhead_table(layers: Sequence[dict]) -> pd.DataFrame:
+    """What each method adds to the frozen layer's step in %, median of the rounds; rows of `oft_benchmark.measure_width`."""
+    rows: dict[str, dict[str, float]] = {}
+    for row in layers:
+        if row["case"] != "frozen":
+            shape = f"{row['in_features']:,} → {row['out_features']:,} {row['dtype']}"
+            rows.setdefault(shape, {})[row["case"]] = 100 * row["overhead"]
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("% over the frozen layer")
 
 
 def published_table(runs: Sequence[RunRecord], split: str = "test") -> str:
@@ -78,15 +87,15 @@ def published_table(runs: Sequence[RunRecord], split: str = "test") -> str:
     return "\n".join(["Two classes (defect probability above one half):", *lines])
 
 
-def write_readme(text: str, readme: str | os.PathLike) -> None:
-    """Put a table between README's two marks.
+def write_readme(text: str, readme: str | os.PathLike, place: str = "results") -> None:
+    """Put a table between README's two marks for a place.
 
     Raises:
         ValueError: the marks aren't there.
     """
-    path = Path(readme)
-    before, mark, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not mark or not end:
-        raise ValueError(f"{path}: no place for the results: it needs the lines {BEGIN} and {END}")
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+    path, begin, end = Path(readme), f"<!-- {place}: written by make figures -->", f"<!-- end of {place} -->"
+    before, found, rest = path.read_text().partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise ValueError(f"{path}: no place for the {place}: it needs the lines {begin} and {end}")
+    path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
