@@ -38,6 +38,7 @@ def train(arguments) -> int:
             seed=arguments.seed,
             save_steps=arguments.save_steps,
             max_length=arguments.max_length,
+            group_by_length=arguments.group_by_length,
             gradient_checkpointing=arguments.gradient_checkpointing,
             eval_steps=tuple(arguments.eval_steps),
             on_nonfinite=arguments.on_nonfinite,
@@ -340,6 +341,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--save-steps", type=int, default=200, help="optimizer steps between checkpoints")
     command.add_argument("--eval-steps", type=int, nargs="+", default=[], help="steps after which the validation part is answered")
     command.add_argument("--max-length", type=int, default=4096, help="examples of more tokens are rejected")
+    command.add_argument("--group-by-length", action="store_true", help="examples of like length share a batch: less padding")
     command.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations, in both towers")
     command.add_argument("--on-nonfinite", choices=("stop", "skip"), default="stop", help="a loss or gradient that isn't finite")
     command.add_argument("--tensorboard", action="store_true", help="also log for TensorBoard, if that is installed")

@@ -1,7 +1,7 @@
 """Examples as a model's inputs: tokens, labels on the answers alone, pictures, batches."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,6 +24,16 @@ __all__ = [
 ]
 
 
+class BadRow(ValueError):
+    """A row that turns out unusable when its item is computed; the message names file, line and reason.
+
+    A worker of torch's hands its errors over as a traceback's text, which here is cut down to that message again.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(message.strip().splitlines()[-1].removeprefix(f"{__name__}.BadRow: "))
+
+
 class VisionLanguageDataset(Dataset):
     """Examples as model inputs, computed when asked for.
 
@@ -39,7 +49,8 @@ class VisionLanguageDataset(Dataset):
             without a picture, with their answers, and reject where that isn't enough.
         prompts: items end where the last answer begins, with no labels: for generation. `examples[i].answer` is expected.
 
-    `examples` are those kept, `rejected` the others, `shortened` counts those that lost turns.
+    `examples` are those kept, `rejected` the others, `shortened` counts those that lost turns. A picture is decoded first
+    when its item is asked for: one that is broken behind its header raises BadRow then, and nothing is put in its place.
 
     Raises:
         ValueError: another word for `too_long`.
@@ -58,17 +69,21 @@ class VisionLanguageDataset(Dataset):
         self.processor, self.prompts = processor, prompts
         self.encoder = ChatEncoder(processor)
         self.examples, self.rejected, self.shortened = [], [], 0
+        lengths = []
         for example in examples:
             try:
                 if not prompts and not _has_label(example):
                     raise RowError("no answer to learn")
                 if max_length is not None:
-                    example = self._fit(example, max_length, too_long == "drop turns")
+                    example, length = self._fit(example, max_length, too_long == "drop turns")
+                    lengths.append(length)
                 self.examples.append(example)
             except (RowError, ImageError) as error:
                 self.rejected.append(Rejection(example.file, example.line, error.kind, error.detail))
+        if max_length is not None:
+            self.lengths = lengths  # in place of counting again
 
-    def _fit(self, example: Example, max_length: int, drop: bool) -> Example:
+    def _fit(self, example: Example, max_length: int, drop: bool) -> tuple[Example, int]:
         length = full = self.count_tokens(example)
         fitting = example
         while length > max_length:
@@ -78,7 +93,7 @@ class VisionLanguageDataset(Dataset):
             fitting = shorter
             length = self.count_tokens(fitting)
         self.shortened += fitting is not example
-        return fitting
+        return fitting, length
 
     def count_tokens(self, example: Example) -> int:
         """The length of an example's item, from its texts and its pictures' headers alone."""
@@ -105,7 +120,8 @@ class VisionLanguageDataset(Dataset):
                 counts = (item["image_grid_thw"].prod(-1) // merged).tolist()
             ids, labels = self.encoder.encode(example, counts, self.prompts)
         except (RowError, ImageError) as error:
-            raise ValueError(f"{example.file}:{example.line}: {error.kind}: {error.detail}") from error
+            where = f"{example.file}:{example.line}"
+            raise BadRow(f"{where}: {error.kind}: {error.detail}; python -m vlftlib check finds such rows") from error
         ids = torch.tensor(ids)
         item["input_ids"], item["attention_mask"] = ids, torch.ones_like(ids)
         item["mm_token_type_ids"] = (ids == self.encoder.image_token_id).long()
@@ -113,6 +129,31 @@ class VisionLanguageDataset(Dataset):
             item["labels"] = torch.tensor(labels)
             item["row"] = torch.tensor(index)  # so that the trainer can name it; no input of the model
         return item
+
+
+class LengthGroupedOrder:
+    """An order of training in which rows of like length meet in a batch (transformers' LengthGroupedSampler).
+
+    An epoch's order hangs on the seed and its number alone, so every process has the same and a resumed run goes on in it.
+
+    Args:
+        lengths: in tokens, of every row.
+        batch_size: rows that should be alike, all processes and accumulated micro-batches together.
+        seed: another seed, other orders.
+        epoch: says which epoch begins.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, epoch: Callable[[], int]):
+        self.lengths, self.batch_size, self.seed, self.epoch = lengths, batch_size, seed, epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        from transformers.trainer_pt_utils import LengthGroupedSampler
+
+        generator = torch.Generator().manual_seed(1000 * self.seed + self.epoch())
+        return iter(LengthGroupedSampler(self.batch_size, lengths=self.lengths, generator=generator))
 
 
 def _has_label(example: Example) -> bool:

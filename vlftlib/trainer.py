@@ -26,7 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from vlftlib import runs
 from vlftlib.adapters import adapter_parameters, apply_recipe, count_parameters, save_adapters
 from vlftlib.callbacks import EvaluateAt, leave_on_signal
-from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
+from vlftlib.dataset import LengthGroupedOrder, VisionLanguageCollator, VisionLanguageDataset
 from vlftlib.devices import PlatformPolicy, apply_policy, platform_policy
 from vlftlib.evaluation import ANSWERS, evaluate, write_answers
 from vlftlib.forms import Example
@@ -38,6 +38,7 @@ from vlftlib.watch import NonFinite, Watch
 
 TRAINABLE, HISTORY = "trainable.safetensors", "history.json"
 KEPT = 2  # checkpoints
+IDENTITY = ("max_steps", "seed", "max_length", "group_by_length")  # of a config: what a resumed run must share
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class TrainConfig:
         seed: of adapters, order and dropout.
         save_steps: a checkpoint every so many optimizer steps; the last two are kept.
         max_length: examples of more tokens are rejected, counted in the record.
+        group_by_length: put examples of like length into a batch, which saves padding; the order is less random.
         gradient_checkpointing: recompute activations in the backward, in both towers.
         eval_steps: optimizer steps after which the validation examples are answered; the end comes always.
         on_nonfinite: "stop" at the first loss or gradient that isn't finite, or "skip" that step.
@@ -59,6 +61,7 @@ class TrainConfig:
     seed: int = 0
     save_steps: int = 200
     max_length: int | None = 4096
+    group_by_length: bool = False
     gradient_checkpointing: bool = False
     eval_steps: tuple[int, ...] = ()
     on_nonfinite: str = "stop"
@@ -171,7 +174,7 @@ def _check_same_run(earlier: dict, setup: dict, output: Path) -> None:
     """
 
     def identity(of: dict) -> dict:
-        config = {f"config.{name}": of["config"][name] for name in ("max_steps", "seed", "max_length")}
+        config = {f"config.{name}": of["config"].get(name, False) for name in IDENTITY}
         recipe = {f"recipe.{name}": value for name, value in of["recipe"].items() if name != "overrides"}
         return recipe | config | {"model": of["model"]["hash"], "data": of["data"].get("hash"), "examples": of["data"]["train"]}
 
@@ -237,6 +240,12 @@ class RecipeTrainer(Trainer):
             callbacks=[StageSwitch(model, recipe, self.ends), watch],
         )
         self.remove_callback(PrinterCallback)
+
+    def _get_train_sampler(self, train_dataset=None):
+        if not self.config.group_by_length:
+            return super()._get_train_sampler(train_dataset)
+        alike = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return LengthGroupedOrder(self.train_dataset.lengths, alike, self.config.seed, lambda: int(self.state.epoch or 0))
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
