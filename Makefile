@@ -33,7 +33,7 @@ test: $(STAMP)  ## tests and notebooks, without the slow ones
 test-long: $(STAMP)  ## the slow tests, and those that need an extra
 	$(VENV)/python -m pip install -q -c constraints.txt -e '.[elpv,quant]'
 	$(VENV)/python -m pytest -m slow tests
-	$(VENV)/python -m pytest -m "not slow" -k bit tests/test_oft.py tests/test_checkpointing.py tests/test_plan.py
+	$(VENV)/python -m pytest -m "not slow" -k bit tests/test_oft.py tests/test_checkpointing.py tests/test_plan.py tests/test_quantized.py
 
 lab: $(STAMP)  ## JupyterLab on the notebooks
 	$(VENV)/python -m jupyter lab notebooks

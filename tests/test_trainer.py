@@ -86,6 +86,16 @@ def test_resume_goes_on_exactly(processor, examples, tmp_path, monkeypatch):
     assert all(torch.equal(value, weights(whole)[key]) for key, value in weights(resumed).items())
 
 
+@pytest.mark.parametrize("name", ["lora_text_vision", "oft_vision", "hybrid_staged"])
+def test_an_adapter_that_no_gradient_reaches_is_named(name, base, processor, examples, tmp_path):
+    base.model.visual.register_forward_hook(lambda module, args, out: out.__class__(**{k: v.detach() for k, v in out.items()}))
+    first = {"lora_text_vision": r"visual.blocks.0.attn.qkv.lora_A.default.weight", "oft_vision": "visual.blocks.0.attn.proj.oft_R"}
+    message = f"step 1: no gradient for model.{first.get(name, 'visual.merger.mlp.0.oft_R')}"
+    with pytest.raises(RuntimeError, match=message):
+        train(base, processor, get_recipe(name, **QUICK), examples, tmp_path, config=TrainConfig(max_steps=2))
+    assert load_run(tmp_path).outcome.startswith("failed at step 0: RuntimeError")
+
+
 def test_a_failure_is_recorded_and_raised(base, processor, examples, tmp_path, monkeypatch):
     stop_at(monkeypatch, 1, OSError(28, "No space left on device"))
     with pytest.raises(OSError, match="No space left"):

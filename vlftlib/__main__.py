@@ -124,7 +124,7 @@ def compare(arguments) -> int:
             arguments.recipe = name
             _recipe(arguments)
         shared = ["--model", str(arguments.model), "--data", str(arguments.data)]
-        for flag in ("device", "root", "min_pixels", "max_pixels", "attention"):
+        for flag in ("device", "root", "min_pixels", "max_pixels", "attention", "weights"):
             if getattr(arguments, flag) is not None:
                 shared += [f"--{flag.replace('_', '-')}", str(getattr(arguments, flag))]
         training = [f"--set={pair}" for pair in arguments.set] + ["--seed", str(arguments.seed)]
@@ -281,7 +281,7 @@ def _load(arguments, policy, device):
     from vlftlib.models import load_model
     from vlftlib.operator_check import choose_attention
 
-    model = load_model(arguments.model, dtype=policy.dtype, device=device, attention="eager")
+    model = load_model(arguments.model, dtype=policy.dtype, device=device, attention="eager", weights=arguments.weights)
     chosen = choose_attention(model, arguments.attention or policy.attention, policy.precision)
     if "auto" in (arguments.attention, policy.attention):
         print(f"attention: {chosen}, the fastest here that agrees with the CPU")
@@ -319,6 +319,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--model", default=ROOT / "data" / "tiny-base", help="folder or hub name of a Qwen2.5-VL")
         command.add_argument("--device", help="npu, cuda or cpu, also npu:1; the first there is by default")
         command.add_argument("--attention", choices=("auto", "eager", "sdpa", "flash_attention_2"), help="the platform's by default")
+        command.add_argument("--weights", choices=("4bit", "8bit"), help="quantise the base's weights, by bitsandbytes")
         command.add_argument("--min-pixels", type=int, help="smaller pictures are enlarged to this many; the model's by default")
         command.add_argument("--max-pixels", type=int, help="larger pictures are shrunk to this many; the model's by default")
 

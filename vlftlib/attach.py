@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from vlftlib.mapping import batch_rotations
+from vlftlib.models import keep_layout
 from vlftlib.oft import OFTLinear
 from vlftlib.scopes import place_of, scope_of, select_modules, tower_of
 
@@ -237,6 +238,7 @@ def oft_sizes(model, paths, block_size, parametrization: str, num_reflections) -
 
 
 def _freeze_base(model: nn.Module) -> None:
+    keep_layout(model)
     adapters = {id(item.parameter) for item in adapter_parameters(model)}
     for parameter in model.parameters():
         if id(parameter) not in adapters:

@@ -5,12 +5,21 @@ computed by PIL on every platform alike. What is saved names the stock class, so
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 from pathlib import Path
+from typing import Literal
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 TINY_BASE = Path(__file__).parent.parent / "data" / "tiny-base"
@@ -38,25 +47,68 @@ def load_model(
     dtype: torch.dtype | str = torch.float32,
     device: torch.device | str = "cpu",
     attention: str = "sdpa",
+    weights: Literal["4bit", "8bit"] | None = None,
 ) -> Qwen2_5_VLForConditionalGeneration:
     """Load a Qwen2.5-VL model with its weights.
 
     Args:
         name_or_path: a folder as `save_pretrained` writes it, or a name on the hub.
-        dtype: of the weights.
+        dtype: of the weights; with quantised ones, of what isn't quantised and of the computation.
         device: where the weights go.
         attention: "eager", "sdpa" or "flash_attention_2", for both towers.
+        weights: both towers' linear layers in "4bit" (NF4) or "8bit" (LLM.int8) by bitsandbytes, for adapters to train on;
+            None keeps the folder's own.
 
     Raises:
         FileNotFoundError: the folder or the hub name can't be read.
-        ValueError: it is another kind of model.
+        ValueError: it is another kind of model, or quantised already and `weights` is given.
+        ModuleNotFoundError: `weights` is given and bitsandbytes isn't installed.
     """
+    if weights not in (None, "4bit", "8bit"):
+        raise ValueError(f"weights {weights!r}: must be '4bit', '8bit' or None")
     source = resolve_source(name_or_path)
     config = AutoConfig.from_pretrained(source)
     if config.model_type != MODEL_TYPE:
         raise ValueError(f"{name_or_path}: model_type is {config.model_type!r} where {MODEL_TYPE!r} is needed")
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(source, dtype=dtype, attn_implementation=attention)
-    return model.to(device).eval()
+    options = dict(dtype=dtype, attn_implementation=attention)
+    if weights or hasattr(config, "quantization_config"):
+        quantization = _quantization(config, weights, dtype, name_or_path)
+        options |= dict(device_map={"": torch.device(device)}, quantization_config=quantization)
+        return keep_layout(Qwen2_5_VLForConditionalGeneration.from_pretrained(source, **options)).eval()
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(source, **options).to(device).eval()
+
+
+def _quantization(config, weights: str | None, dtype: torch.dtype | str, name) -> BitsAndBytesConfig | None:
+    """How to quantise on loading; None where the folder's weights are quantised already."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModuleNotFoundError(f"{weights or 'quantised'} weights need bitsandbytes: pip install 'vlftlib[quant]'")
+    if weights is None:
+        return None
+    if hasattr(config, "quantization_config"):
+        raise ValueError(f"{name}: its weights are quantised already: load it without weights={weights!r}")
+    if weights == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    dtype = config.dtype or torch.float32 if dtype == "auto" else dtype
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+def keep_layout(model: torch.nn.Module) -> torch.nn.Module:
+    """Forbid bitsandbytes to repack 4-bit weights, in place, and pack back what it has repacked.
+
+    On CPUs with bf16 instructions their first inference does so. Afterwards no gradient passes the layer, so that an evaluation
+    would end the training of all that lies before it; and the scales stay rounded to bf16.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.support_avx512bf16_for_cpu = False
+            module.state_dict()  # packs back
+    return model
+
+
+def quantized_weights(model: torch.nn.Module) -> str | None:
+    """ "4bit", "8bit" or None, as `load_model` takes it."""
+    bits = ("4bit", "8bit")
+    return next((word for word in bits if getattr(model, f"is_loaded_in_{word}", False)), None)
 
 
 def load_processor(

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vlftlib.devices import REHEARSAL, PlatformPolicy, describe_environment
-from vlftlib.models import hash_model
+from vlftlib.models import hash_model, quantized_weights
 
 SCHEMA = 1
 FILE = "run.json"
@@ -73,7 +73,7 @@ def describe_run(model, policy: PlatformPolicy, *, recipe: dict | None, data: di
     """A record's setup as plain values: what ran on what, with which software and commit; `more` is added to the model's part."""
     setup = dict(
         recipe=recipe,
-        model=dict(name=str(model.config._name_or_path), hash=hash_model(model)) | more,
+        model=dict(name=str(model.config._name_or_path), hash=hash_model(model), weights=quantized_weights(model)) | more,
         data=data,
         policy=policy.as_dict(),
         environment=describe_environment(model.device),

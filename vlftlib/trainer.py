@@ -176,7 +176,9 @@ def _check_same_run(earlier: dict, setup: dict, output: Path) -> None:
     def identity(of: dict) -> dict:
         config = {f"config.{name}": of["config"].get(name, False) for name in IDENTITY}
         recipe = {f"recipe.{name}": value for name, value in of["recipe"].items() if name != "overrides"}
-        return recipe | config | {"model": of["model"]["hash"], "data": of["data"].get("hash"), "examples": of["data"]["train"]}
+        model, data = of["model"], of["data"]
+        base = {"model": model["hash"], "weights": model.get("weights")}
+        return recipe | config | base | {"data": data.get("hash"), "examples": data["train"]}
 
     there, here = identity(earlier), identity(setup)
     for name in there:
@@ -232,13 +234,18 @@ class RecipeTrainer(Trainer):
             steps = math.ceil(batches / recipe.gradient_accumulation_steps) * recipe.num_epochs
         self.ends = stage_ends(recipe, max(1, math.ceil(steps)))
         arguments.max_steps = self.ends[-1]
-        super().__init__(
-            model=model,
-            args=arguments,
-            train_dataset=dataset,
-            data_collator=VisionLanguageCollator(processor),
-            callbacks=[StageSwitch(model, recipe, self.ends), watch],
-        )
+        # transformers refuses to train quantised weights unless it was told of adapters, and it doesn't know ours
+        told, model._hf_peft_config_loaded = model._hf_peft_config_loaded, True
+        try:
+            super().__init__(
+                model=model,
+                args=arguments,
+                train_dataset=dataset,
+                data_collator=VisionLanguageCollator(processor),
+                callbacks=[StageSwitch(model, recipe, self.ends), watch],
+            )
+        finally:
+            model._hf_peft_config_loaded = told
         self.remove_callback(PrinterCallback)
 
     def _get_train_sampler(self, train_dataset=None):
@@ -262,6 +269,8 @@ class RecipeTrainer(Trainer):
         inputs = dict(inputs)
         self.watch.count(inputs, inputs.pop("row").tolist())
         loss = super().training_step(model, inputs, num_items_in_batch)
+        if len(inputs.get("image_grid_thw", ())):
+            self.watch.check_reached(self.model)
         self.losses.append(loss)
         if self.accelerator.sync_gradients:
             self._guard()
@@ -270,6 +279,8 @@ class RecipeTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         if not loss.requires_grad:  # no adapter took part: vision adapters alone, and a batch without pictures
+            if len(inputs.get("image_grid_thw", ())):
+                self.watch.check_reached(self.model)  # a batch with pictures: an error
             loss = loss + 0.0 * sum(item.parameter.sum() for item in adapter_parameters(self.model))
         return loss
 

@@ -35,6 +35,7 @@ class Watch(TrainerCallback):
         self.event: str | None = None
         self.loss_scale: float | None = None
         self.leak_at = 0
+        self.reached: set[str] = set()
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.step = state.global_step
@@ -51,6 +52,24 @@ class Watch(TrainerCallback):
         self.images += len(inputs.get("image_grid_thw", ()))
         self.tokens.append(inputs["attention_mask"].sum())  # read when the step is done, not to wait for the device here
         self.rows += rows
+
+    def check_reached(self, model: torch.nn.Module) -> None:
+        """After a backward that pictures took part in: whether it reached all that trains. Done once in each stage.
+
+        Raises:
+            RuntimeError: a trainable tensor has no gradient; it would stay as it is without a word.
+        """
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if trained.keys() <= self.reached:
+            return
+        missed = [name for name, parameter in trained.items() if parameter.grad is None]
+        if missed:
+            listed = ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
+            raise RuntimeError(
+                f"step {self.step + 1}: no gradient for {listed}, of {len(trained)} tensors that train, in a backward with "
+                "pictures: they lie in no path to the loss, or something in it is detached (reentrant checkpointing, no_grad)"
+            )
+        self.reached = set(trained)
 
     def check(self, losses: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
         """Look at an optimizer step's losses and gradients, before clipping.
