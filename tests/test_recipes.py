@@ -22,6 +22,10 @@ def test_reported_values():
     assert hybrid.adapters[0] == OFT(("vision.merger",), block_size=256)
     assert hybrid.adapters[1] == LoRA(("text.attention",), r=16, alpha=32, dropout=0.05)
     assert hybrid.stages == (Stage(("oft",), 1 / 3), Stage(("lora", "oft"), 2 / 3)) and hybrid.num_epochs == 3
+    assert get_recipe("hybrid_staged", **TINY_BASE_OVERRIDES["hybrid_staged"]).stages[0] == Stage(("oft",), epochs=1)
+    assert get_recipe("lora_dual").towers == {"vision.merger": {"learning_rate": 2e-4}}
+    assert get_recipe("oft_dual").stages == (Stage(("oft",), frozen_blocks=3, frozen_share=0.25),)
+    assert all(len(get_recipe(name).stages) == 1 for name in RECIPES if name != "hybrid_staged")
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -30,7 +34,8 @@ def test_recipes_are_complete_and_plain(name):
     assert recipe.name == name and recipe.report.startswith("Report ") and recipe.precision is None
     fields = {f.name for f in dataclasses.fields(Recipe)}
     in_adapters = {f.name for adapter in recipe.adapters for f in dataclasses.fields(adapter)}
-    assert set(recipe.chosen) <= fields | in_adapters
+    in_stages = {f.name for f in dataclasses.fields(Stage)}
+    assert set(recipe.chosen) <= fields | in_adapters | in_stages
     plain = json.loads(json.dumps(dataclasses.asdict(recipe), allow_nan=False))
     assert plain["overrides"] == {"num_epochs": 1} and {adapter.method for adapter in recipe.adapters} <= {"lora", "oft"}
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -49,6 +54,12 @@ def test_overrides_reach_the_adapters_that_use_them():
     assert get_recipe("lora_text", scope="text.mlp").adapters[0].scope == ("text.mlp",)
     together = get_recipe("hybrid_staged", stages=(Stage(("lora", "oft"), 1.0),))
     assert len(together.stages) == 1 and get_recipe("hybrid_staged").overrides == {}
+    plain = [{"train": "oft", "steps": 50, "learning_rate": 1e-3}, {"train": ["lora", "vision.merger"], "scheduler": "constant"}]
+    first, second = get_recipe("hybrid_staged", stages=plain).stages
+    assert first == Stage(("oft",), steps=50, learning_rate=1e-3)
+    assert second == Stage(("lora", "vision.merger"), scheduler="constant")
+    again = json.loads(json.dumps(dataclasses.asdict(get_recipe("oft_dual"))["stages"]))  # as a run record holds them
+    assert get_recipe("oft_dual", stages=again).stages == get_recipe("oft_dual").stages
 
 
 @pytest.mark.parametrize(
@@ -64,8 +75,25 @@ def test_overrides_reach_the_adapters_that_use_them():
         ("lora_text", {"precision": "half"}, "one of None, float32, bf16, fp16"),
         ("oft_vision", {"block_size": {"proj": 1}}, "block_size is .* at least 2"),
         ("oft_dual", {"num_reflections": 3}, "an even integer"),
-        ("hybrid_staged", {"stages": (Stage(("oft",), 0.5),)}, r"shares are \[0.5\]"),
-        ("lora_text", {"stages": (Stage(("oft",), 1.0),)}, r"trains \('oft',\)"),
+        ("lora_text", {"stages": (Stage(("lora",), 0.5),)}, r"make 0.5 of the run: 1 is right"),
+        ("lora_text", {"stages": (Stage(("lora",), 0.5), Stage(("lora",), epochs=2))}, r"\(of 3\) make 1.17 of the run: 1 is"),
+        ("lora_text", {"stages": (Stage(("lora",), epochs=3), Stage(("lora",)))}, "nothing is left for the stage without"),
+        ("lora_text", {"stages": (Stage(("lora",)),) * 2}, "2 stages have no length"),
+        ("lora_text", {"stages": (Stage(("lora",), steps=9), Stage(("lora",), 0.5))}, "then one stage must have no length"),
+        ("lora_text", {"stages": (Stage(("oft",)),)}, r"trains \('oft',\), and 'oft' means none .*: lora on text.attention"),
+        ("hybrid_staged", {"stages": (Stage(("oft",)),)}, "no stage trains lora on text.attention"),
+        ("hybrid_staged", {"stages": (Stage(("oft", "lora"), frozen_blocks=3),)}, "freezes 3 vision blocks, and none has"),
+        ("lora_text", {"stages": ({"train": ["lora"], "length": 3},)}, "no 'length' here; it has train, share, epochs, steps"),
+        ("lora_text", {"stages": ({"train": ["lora"], "share": 0.5, "steps": 3},)}, "{'share': 0.5, 'steps': 3}: give one"),
+        ("lora_text", {"stages": ({"train": ["text.attn"]},)}, "stage's train is .* lora, oft, vision, text, vision.attention,"),
+        ("lora_text", {"stages": ({"train": "lora", "frozen_share": 2},)}, "frozen_share is 2, it must be a number above 0"),
+        ("lora_text", {"stages": "half"}, "stages is 'half', it must be a tuple of stages, as {'train'"),
+        ("lora_text", {"stages": (Stage(("lora",), learning_rate=1e-3),), "learning_rate": 0}, "no ratio to the recipe's, 0"),
+        ("lora_dual", {"towers": {"vision": 1e-3}}, "it must be a mapping from tower or scope to learning_rate, weight_decay"),
+        ("lora_dual", {"towers": {"merger": {"learning_rate": 1e-3}}}, "towers has no 'merger': there are vision, text,"),
+        ("lora_dual", {"towers": {"text": {"lr": 1e-3}}}, r"towers\['text'\] has no 'lr': a tower has learning_rate,"),
+        ("lora_dual", {"towers": {"text": {"adam_beta2": 1.5}}}, r"towers\['text'\]'s adam_beta2 is 1.5, it must be"),
+        ("lora_text", {"towers": {"vision": {"learning_rate": 1e-3}}}, "'vision', which means none of its adapters"),
     ],
 )
 def test_wrong_requests_name_what_is_right(name, overrides, message):

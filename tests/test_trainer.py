@@ -8,9 +8,8 @@ import torch
 from vlftlib.adapters import adapter_parameters, apply_recipe, load_adapters
 from vlftlib.forms import Example
 from vlftlib.models import TINY_BASE, load_model
-from vlftlib.recipes import LoRA, Recipe, Stage, get_recipe
+from vlftlib.recipes import get_recipe
 from vlftlib.runs import load_run
-from vlftlib.stages import learning_rate_of, stage_ends, stage_schedule
 from vlftlib.trainer import RecipeTrainer, TrainConfig, train
 from vlftlib.watch import NonFinite, Watch
 
@@ -119,71 +118,6 @@ def test_nothing_to_train_on(base, processor, examples, tmp_path):
         train(base, processor, get_recipe("oft_vision"), [], tmp_path)
     with pytest.raises(ValueError, match="all 16 were rejected, the first: .*too many tokens: 63, limit 20"):
         train(base, processor, get_recipe("oft_vision"), examples, tmp_path, config=TrainConfig(max_length=20))
-
-
-def test_a_stage_trains_its_methods_alone(base, processor, examples, tmp_path):
-    recipe = get_recipe("hybrid_staged", batch_size=2, gradient_accumulation_steps=1, learning_rate=1e-2)
-    states = {}
-
-    class Peek(RecipeTrainer):
-        def training_step(self, *words, **options):
-            states[self.state.global_step] = weights(self.model)
-            return super().training_step(*words, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vlftlib.trainer.RecipeTrainer", Peek)
-        train(base, processor, recipe, examples, tmp_path, config=TrainConfig(max_steps=6))
-    methods = {item.name: item.method for item in adapter_parameters(base)}
-
-    def changed(first, second):
-        return {methods[name] for name in methods if not torch.equal(states[first][name], states[second][name])}
-
-    assert changed(0, 2) == {"oft"} and changed(2, 5) == {"oft", "lora"}
-
-
-def test_every_tensor_is_in_one_group_with_its_rate(base, processor, examples, tmp_path):
-    recipe = get_recipe("lora_dual", **QUICK)
-    seen = {}
-
-    class Peek(RecipeTrainer):
-        def create_optimizer(self, model=None):
-            seen["optimizer"] = super().create_optimizer(model)
-            return seen["optimizer"]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vlftlib.trainer.RecipeTrainer", Peek)
-        train(base, processor, recipe, examples, tmp_path, config=TrainConfig(max_steps=1))
-    rates = {id(p): group["initial_lr"] for group in seen["optimizer"].param_groups for p in group["params"]}
-    items = adapter_parameters(base)
-    assert len(rates) == len(items) == sum(len(group["params"]) for group in seen["optimizer"].param_groups)
-    merger = [item for item in items if item.scope == "vision.merger"]
-    assert merger and all(rates[id(item.parameter)] == 2e-4 for item in merger)
-    assert all(rates[id(item.parameter)] == 1e-4 for item in items if item.scope != "vision.merger")
-
-
-def test_rates_by_the_longest_word():
-    recipe = get_recipe("lora_dual", learning_rate=1.0, learning_rates={"vision": 0.5, "vision.merger": 0.1, "text.mlp": 0.2})
-    scopes = ("text.attention", "text.mlp", "vision.attention.output", "vision.merger")
-    assert [learning_rate_of(scope, recipe) for scope in scopes] == [1.0, 0.2, 0.5, 0.1]
-
-
-def staged(*shares, **values):
-    lora = LoRA(("text.attention",), r=2, alpha=2)
-    stages = tuple(Stage(("lora",), share) for share in shares)
-    return Recipe("x", "r", "s", (lora,), learning_rate=1.0, chosen=(), stages=stages, **values)
-
-
-@pytest.mark.parametrize("shares, steps, ends", [((1.0,), 7, (7,)), ((1 / 3, 2 / 3), 9, (3, 9)), ((0.01, 0.99), 10, (1, 10))])
-def test_stage_ends(shares, steps, ends):
-    assert stage_ends(staged(*shares), steps) == ends
-
-
-def test_schedule_warms_up_and_decays_in_each_stage():
-    factor = stage_schedule(staged(0.5, 0.5, warmup_ratio=0.25, scheduler="linear"), (8, 16))
-    stage = [1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
-    assert [factor(step) for step in range(16)] == pytest.approx(stage + stage)
-    cosine = stage_schedule(staged(1.0, warmup_ratio=0.0), (4,))
-    assert [cosine(step) for step in range(4)] == pytest.approx([1, 0.8535534, 0.5, 0.1464466])
 
 
 def test_checkpoints_hold_no_base(base, processor, examples, tmp_path):

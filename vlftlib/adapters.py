@@ -12,7 +12,7 @@ from vlftlib.mapping import batch_rotations
 from vlftlib.oft import OFTLinear
 from vlftlib.recipes import Recipe, Stage
 from vlftlib.saving import load_adapters, save_adapters
-from vlftlib.scopes import SCOPES, select_modules
+from vlftlib.scopes import SCOPES, select_modules, vision_block_of, words_of
 
 __all__ = [
     "SCOPES",
@@ -30,6 +30,7 @@ __all__ = [
     "save_adapters",
     "select_modules",
     "stage_parameters",
+    "trained_in",
     "unmerge_adapters",
 ]
 
@@ -56,21 +57,34 @@ def apply_recipe(model: nn.Module, recipe: Recipe, *, max_dropout: float | None 
     return model
 
 
-def stage_parameters(model: nn.Module, stage: Stage) -> list[AdapterParameter]:
-    """Let a stage's adapters train and freeze the others.
+def stage_parameters(model: nn.Module, stage: Stage, frozen_blocks: int = 0) -> list[AdapterParameter]:
+    """Let a stage's adapters train and freeze the others; arguments, result and errors as `trained_in`."""
+    train = trained_in(model, stage, frozen_blocks)
+    names = {item.name for item in train}
+    for item in adapter_parameters(model):
+        item.parameter.requires_grad_(item.name in names)
+    return train
 
-    Returns:
-        What trains now.
+
+def trained_in(model: nn.Module, stage: Stage, frozen_blocks: int = 0) -> list[AdapterParameter]:
+    """A stage's adapters.
+
+    Args:
+        frozen_blocks: without those on so many of the vision tower's first blocks.
 
     Raises:
-        ValueError: the model has no adapters of one of the stage's methods.
+        ValueError: one of the stage's words means no adapter of the model, or all that it means are in frozen blocks.
     """
     items = adapter_parameters(model)
-    if lacking := set(stage.train) - {item.method for item in items}:
+    words = {item.path: {item.method, *words_of(item.path)} for item in items}
+    if lacking := set(stage.train).difference(*words.values()):
         raise ValueError(f"stage trains {', '.join(stage.train)}: the model has no {', '.join(sorted(lacking))} adapters")
-    for item in items:
-        item.parameter.requires_grad_(item.method in stage.train)
-    return [item for item in items if item.method in stage.train]
+    train = [item for item in items if not words[item.path].isdisjoint(stage.train)]
+    frozen = {item.path for item in train if (block := vision_block_of(item.path)) is not None and block < frozen_blocks}
+    if all(item.path in frozen for item in train):
+        raise ValueError(f"stage trains {', '.join(stage.train)}: all of it is in the first {frozen_blocks} blocks, frozen")
+    # A tower's scale counts as its first module's, and the blocks that train have it too.
+    return [item for item in train if item.path not in frozen or item.name.endswith(".oft_scale")]
 
 
 def merge_adapters(model: nn.Module, *, remove: bool = False) -> nn.Module:

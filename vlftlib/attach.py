@@ -24,12 +24,13 @@ LORA_NAME = "default"  # PEFT's name for an adapter inside its layers; it doesn'
 
 
 class AdapterParameter(NamedTuple):
-    """One parameter of an adapter: its name in the model, itself, its method ("lora", "oft") and its module's scope."""
+    """One parameter of an adapter: its name in the model, itself, its method ("lora", "oft"), its module's scope and path."""
 
     name: str
     parameter: nn.Parameter
     method: str
     scope: str
+    path: str
 
 
 def adapter_parameters(model: nn.Module) -> list[AdapterParameter]:
@@ -39,7 +40,7 @@ def adapter_parameters(model: nn.Module) -> list[AdapterParameter]:
         method = "oft" if isinstance(module, OFTLinear) else "lora"
         for name, parameter in module.named_parameters():
             if not name.startswith("base_layer."):
-                item = AdapterParameter(f"{path}.{name}", parameter, method, scope_of(path) or "other")
+                item = AdapterParameter(f"{path}.{name}", parameter, method, scope_of(path) or "other", path)
                 found.setdefault(id(parameter), item)
     return list(found.values())
 

@@ -242,7 +242,7 @@ def _before_forward(root: nn.Module, args) -> None:
     for layer in plan.opened:
         size = layer.block_size if layer.parametrization == "cayley" else layer.oft_R.shape
         dtype = layer.slot.dtype or layer._compute_dtype(layer.oft_R)
-        groups.setdefault((size, dtype, layer.oft_R.device), []).append(layer)
+        groups.setdefault((size, dtype, layer.oft_R.device, layer.oft_R.requires_grad), []).append(layer)
     for key, layers in groups.items():
         # fully_shard fills parameters behind their version counters, so nothing is kept there
         _fill(layers, key[1], plan.norm_bounds.setdefault(key, NormBound()), keep=not plan.units)

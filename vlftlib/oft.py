@@ -33,7 +33,8 @@ class OFTLinear(nn.Module):
     Attributes:
         oft_R: float32 parameter. Cayley: (in_features / block_size, block_size (block_size - 1) / 2), the strict upper
             triangles of Q row by row. Householder: (in_features, num_reflections), the vectors.
-        oft_scale: float32 scalar parameter or None; layers may share one.
+        oft_scale: float32 scalar parameter or None; layers may share one. One whose oft_R is frozen gives it no gradient, so
+            that frozen layers below the first trained one need no backward.
         merged: whether the rotation is in the base layer's weight at present.
 
     Raises:
@@ -98,12 +99,15 @@ class OFTLinear(nn.Module):
             keep = (torch.rand(blocks, device=x.device) >= self.dropout).to(dtype)
             factors = (factors[0] * keep, *factors[1:])
         x = x.to(dtype)
+        scale = self.oft_scale
+        if scale is not None and not self.oft_R.requires_grad:
+            scale = scale.detach()
         if self.quantization == "8-bit" or x.numel() <= self.in_features * self.out_features:
-            rotated = RotateInput.apply(x, self.oft_scale, *factors)
+            rotated = RotateInput.apply(x, scale, *factors)
             return base_forward(rotated, self.base_layer, self.quantization).to(given if self.quantization else dtype)
         bias = self.base_layer.bias
         bias = bias if bias is None else bias.to(dtype)
-        y = LinearOfRotatedWeight.apply(x, self.base_layer.weight, bias, self.oft_scale, *factors)
+        y = LinearOfRotatedWeight.apply(x, self.base_layer.weight, bias, scale, *factors)
         return y.to(given) if self.quantization else y
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:

@@ -1,56 +1,44 @@
 """The three reports' configurations by name, as data; `adapters.apply_recipe` puts one on a model.
 
 What a report leaves open is listed in `Recipe.chosen`: that value is ours. Platform adaptions (dropout, precision) are
-not here but in the device's policy. Field names of `LoRA` and `OFT` are the arguments of `apply_lora` and `apply_oft`.
+not here but in the device's policy.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
-
-@dataclass(frozen=True)
-class LoRA:
-    """One group of LoRA adapters; see `adapters.apply_lora`."""
-
-    method: ClassVar[str] = "lora"
-    scope: tuple[str, ...]
-    r: int
-    alpha: float
-    dropout: float = 0.0
-    last_n_blocks: int | None = None
-
-
-@dataclass(frozen=True)
-class OFT:
-    """One group of OFT adapters; see `adapters.apply_oft`."""
-
-    method: ClassVar[str] = "oft"
-    scope: tuple[str, ...]
-    block_size: int | Mapping[str, int] | None = None
-    parametrization: str = "cayley"
-    num_reflections: int | None = None
-    block_dropout: float = 0.0
-    scale: bool = False
-    last_n_blocks: int | None = None
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of the run: the methods ("lora", "oft") that train in it, and its share of the run's steps."""
-
-    train: tuple[str, ...]
-    share: float
+from vlftlib.recipe_parts import (
+    ADAPTER_RULES,
+    OFT,
+    SCHEDULER,
+    TOWER_RULES,
+    LoRA,
+    Stage,
+    above_zero,
+    all_of,
+    check_towers,
+    check_value,
+    integer,
+    means,
+    number,
+    one_of,
+    read_stages,
+)
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A report's configuration: adapters, stages, training settings.
 
-    `learning_rates` holds rates that differ from `learning_rate`, by tower ("vision", "text") or scope; the longest
-    matching word wins. `precision` None leaves it to the platform. `overrides` is what the caller changed.
+    `towers` holds what differs from the recipe's own AdamW settings, by tower ("vision", "text") or scope, as
+    {"vision.merger": {"learning_rate": 2e-4}}; for each setting the longest word that means a tensor's module wins.
+    `precision` None leaves it to the platform. `overrides` is what the caller changed.
+
+    Raises:
+        ValueError: stages that don't add up, an adapter that never trains, or a word that means no adapter of the recipe.
     """
 
     name: str
@@ -60,28 +48,63 @@ class Recipe:
     learning_rate: float
     chosen: tuple[str, ...]
     stages: tuple[Stage, ...] = ()
-    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    towers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     scheduler: str = "cosine"
     warmup_ratio: float = 0.03
     batch_size: int = 8
     gradient_accumulation_steps: int = 4
     num_epochs: float = 3
     max_grad_norm: float = 1.0
+    adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     weight_decay: float = 0.0
     precision: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        methods = tuple(sorted({adapter.method for adapter in self.adapters}))
         if not self.stages:
-            object.__setattr__(self, "stages", (Stage(methods, 1.0),))
-        for stage in self.stages:
-            if not stage.train or not set(stage.train) <= set(methods):
-                raise ValueError(f"recipe {self.name}: a stage trains {stage.train}, the recipe's methods are {methods}")
-        shares = [stage.share for stage in self.stages]
-        if min(shares) <= 0 or not math.isclose(sum(shares), 1):
-            raise ValueError(f"recipe {self.name}: the stages' shares are {shares}; they must be positive and sum to 1")
+            object.__setattr__(self, "stages", (Stage(tuple(sorted({adapter.method for adapter in self.adapters}))),))
+        for problem in (*self._word_problems(), *self._length_problems()):
+            raise ValueError(f"recipe {self.name}: {problem}")
+
+    def _word_problems(self):
+        there = ", ".join(f"{adapter.method} on {', '.join(adapter.scope)}" for adapter in self.adapters)
+        in_blocks = any(_in_vision_blocks(adapter) for adapter in self.adapters)
+        for place, stage in enumerate(self.stages, 1):
+            for word in stage.train:
+                if not any(means(word, adapter) for adapter in self.adapters):
+                    yield f"stage {place} trains {stage.train}, and {word!r} means none of its adapters: {there}"
+            if stage.frozen_blocks and not in_blocks:
+                yield f"stage {place} freezes {stage.frozen_blocks} vision blocks, and none has an adapter: {there}"
+            if stage.learning_rate is not None and not self.learning_rate:
+                yield f"stage {place} has learning_rate {stage.learning_rate}, which has no ratio to the recipe's, 0"
+        for adapter in self.adapters:
+            if not any(means(word, adapter) for stage in self.stages for word in stage.train):
+                yield f"no stage trains {adapter.method} on {', '.join(adapter.scope)}"
+        check_towers(self.towers)
+        for word in self.towers:
+            if not any(means(word, adapter) for adapter in self.adapters):
+                yield f"towers has {word!r}, which means none of its adapters: {there}"
+
+    def _length_problems(self):
+        lengths = [(stage.share, stage.epochs, stage.steps) for stage in self.stages]
+        rest, in_steps = lengths.count((None, None, None)), sum(stage.steps is not None for stage in self.stages)
+        if in_steps == len(lengths):
+            return
+        if rest > 1:
+            yield f"{rest} stages have no length: only one can take the rest"
+        if in_steps and not rest:
+            yield "some stages' lengths are in steps, others not: then one stage must have no length and take the rest"
+        known = sum(stage.share or (stage.epochs or 0) / self.num_epochs for stage in self.stages)
+        whole, shown = math.isclose(known, 1), f"its stages' shares and epochs (of {self.num_epochs}) make {known:.3g} of the run"
+        if rest and (known > 1 or whole):
+            yield f"{shown}: nothing is left for the stage without a length"
+        if not rest and not whole:
+            yield f"{shown}: 1 is right, or one stage without a length, which takes the rest"
+
+
+def _in_vision_blocks(adapter: LoRA | OFT) -> bool:
+    return any(scope.startswith(("vision.attention", "vision.mlp")) for scope in adapter.scope)
 
 
 _RECIPES = {
@@ -116,11 +139,11 @@ _RECIPES = {
                 LoRA(("text.attention",), r=8, alpha=16, dropout=0.05),
             ),
             learning_rate=1e-4,
-            learning_rates={"vision.merger": 2e-4},
+            towers={"vision.merger": {"learning_rate": 2e-4}},
             adam_beta2=0.95,
             chosen=(
                 "learning_rate",
-                "learning_rates",
+                "towers",
                 "scheduler",
                 "warmup_ratio",
                 "batch_size",
@@ -137,7 +160,8 @@ _RECIPES = {
             learning_rate=1e-4,
             chosen=("scheduler", "warmup_ratio", "max_grad_norm", "adam_beta2", "weight_decay"),
         ),
-        # The vision MLP's down_proj has 3,420 inputs, which 64 does not divide.
+        # The vision MLP's down_proj has 3,420 inputs, which 64 does not divide. Report C freezes the first three vision layers
+        # "early"; for how long is ours.
         Recipe(
             name="oft_dual",
             report="Report C, OFT",
@@ -146,11 +170,13 @@ _RECIPES = {
                 OFT(("vision.mlp",), block_size={"gate_proj": 64, "up_proj": 64, "down_proj": 60}, scale=True),
                 OFT(("text.attention",), parametrization="householder", num_reflections=8, scale=True),
             ),
+            stages=(Stage(("oft",), frozen_blocks=3, frozen_share=0.25),),
             learning_rate=1e-4,
             adam_beta2=0.95,
             chosen=(
                 "block_size",
                 "num_reflections",
+                "frozen_share",
                 "learning_rate",
                 "scheduler",
                 "warmup_ratio",
@@ -180,74 +206,39 @@ _RECIPES = {
 
 RECIPES = tuple(_RECIPES)
 # The recipes state what is right for the real models. The embedded base is a thousand times smaller: it takes larger steps,
-# and its down_proj has 256 inputs, which 60 does not divide. Rates were chosen on the validation pictures.
+# its down_proj has 256 inputs, which 60 does not divide, and of its 4 vision blocks one is enough to freeze. Rates were chosen on
+# the validation pictures.
 _TINY = dict(batch_size=32, gradient_accumulation_steps=1, num_epochs=5)
 TINY_BASE_OVERRIDES = MappingProxyType(
     {
         "lora_text": dict(_TINY, learning_rate=1e-3),
         "lora_text_vision": dict(_TINY, learning_rate=1e-3),
-        "lora_dual": dict(_TINY, learning_rate=1e-3, learning_rates={"vision.merger": 2e-3}),
+        "lora_dual": dict(_TINY, learning_rate=1e-3, towers={"vision.merger": {"learning_rate": 2e-3}}),
         "oft_vision": dict(_TINY, learning_rate=5e-3),
-        "oft_dual": dict(_TINY, learning_rate=5e-3, block_size=64),
-        "hybrid_staged": dict(_TINY, learning_rate=2e-3),
+        "oft_dual": dict(_TINY, learning_rate=5e-3, block_size=64, stages=(Stage(("oft",), frozen_blocks=1, frozen_share=0.25),)),
+        "hybrid_staged": dict(_TINY, learning_rate=2e-3, stages=(Stage(("oft",), epochs=1), Stage(("lora", "oft")))),
     }
 )
 
 
-def _integer(least: int) -> tuple[str, Callable[[Any], bool]]:
-    return f"an integer of at least {least}", lambda value: type(value) is int and value >= least
-
-
-def _number(low: float, high: float) -> tuple[str, Callable[[Any], bool]]:
-    inside = f"a number from {low:g}" + (f" to {high:g}" if high < math.inf else "")
-    return inside, lambda value: type(value) in (int, float) and low <= value <= high and math.isfinite(value)
-
-
-def _one_of(*choices) -> tuple[str, Callable[[Any], bool]]:
-    return "one of " + ", ".join(map(str, choices)), lambda value: value in choices
-
-
-def _all_of(kind: type | tuple[type, ...], names: str) -> tuple[str, Callable[[Any], bool]]:
-    return f"a tuple of {names}", lambda value: type(value) is tuple and value and all(isinstance(v, kind) for v in value)
-
-
-def _is_block_size(value) -> bool:
-    sizes = value.values() if isinstance(value, Mapping) else [value]
-    return len(sizes) > 0 and all(type(size) is int and size >= 2 for size in sizes)
-
-
-_ADAPTER_RULES = {
-    "scope": ("a scope or a tuple of scopes", lambda v: isinstance(v, str) or _all_of(str, "")[1](v)),
-    "r": _integer(1),
-    "alpha": _number(0, math.inf),
-    "dropout": _number(0, 0.99),
-    "block_size": ("an integer of at least 2 or a mapping from module suffix to one", _is_block_size),
-    "num_reflections": ("an even integer of at least 2", lambda v: type(v) is int and v >= 2 and v % 2 == 0),
-    "block_dropout": _number(0, 0.99),
-    "scale": _one_of(True, False),
-    "last_n_blocks": _integer(1),
-}
-_TRAINING_RULES = {
-    "learning_rate": _number(0, 1),
-    "learning_rates": ("a mapping from tower or scope to rate", lambda v: isinstance(v, Mapping)),
-    "scheduler": _one_of("cosine", "linear", "constant"),
-    "warmup_ratio": _number(0, 1),
-    "batch_size": _integer(1),
-    "gradient_accumulation_steps": _integer(1),
-    "num_epochs": _number(0, math.inf),
-    "max_grad_norm": _number(0, math.inf),
-    "adam_beta2": _number(0, 1),
-    "weight_decay": _number(0, 1),
-    "precision": _one_of(None, "float32", "bf16", "fp16"),
-    "adapters": _all_of((LoRA, OFT), "LoRA and OFT"),
-    "stages": _all_of(Stage, "Stage"),
+_TRAINING_RULES = TOWER_RULES | {
+    "towers": ("a mapping", lambda value: True),  # checked with the recipe's adapters
+    "scheduler": SCHEDULER,
+    "warmup_ratio": number(0, 1),
+    "batch_size": integer(1),
+    "gradient_accumulation_steps": integer(1),
+    "num_epochs": above_zero(),
+    "max_grad_norm": number(0),
+    "precision": one_of(None, "float32", "bf16", "fp16"),
+    "adapters": all_of((LoRA, OFT), "LoRA and OFT"),
+    "stages": all_of(Stage, "stages, as {'train': ['oft'], 'epochs': 1}"),
 }
 
 
 def _takes(adapter: LoRA | OFT, key: str) -> bool:
     """Whether an override of `key` means this adapter: it uses that field."""
     if key == "last_n_blocks":
-        return any(scope.startswith(("vision.attention", "vision.mlp")) for scope in adapter.scope)
+        return _in_vision_blocks(adapter)
     return getattr(adapter, key, None) is not None
 
 
@@ -255,7 +246,7 @@ def get_recipe(name: str, **overrides) -> Recipe:
     """A report's configuration by name, with values changed by keyword.
 
     An adapter's field (`r`, `dropout`, `block_size`, ...) changes in every adapter of the recipe that uses it; `scope` only
-    where there is one adapter; `adapters` and `stages` replace the whole tuple.
+    where there is one adapter; `adapters`, `stages` and `towers` are replaced whole. Stages may be plain mappings.
 
     Args:
         name: one of `RECIPES`.
@@ -271,17 +262,17 @@ def get_recipe(name: str, **overrides) -> Recipe:
         raise ValueError(f"unknown recipe {name!r}: there are {', '.join(RECIPES)}")
     recipe = _RECIPES[name]
     adapters = overrides.get("adapters", recipe.adapters)
-    in_adapters = [key for key in _ADAPTER_RULES if any(_takes(adapter, key) for adapter in adapters)]
+    in_adapters = [key for key in ADAPTER_RULES if any(_takes(adapter, key) for adapter in adapters)]
     if len(adapters) > 1:
         in_adapters.remove("scope")
-    valid = {key: _TRAINING_RULES.get(key) or _ADAPTER_RULES[key] for key in (*in_adapters, *_TRAINING_RULES)}
+    valid = {key: _TRAINING_RULES.get(key) or ADAPTER_RULES[key] for key in (*in_adapters, *_TRAINING_RULES)}
     training = {}
     for key, value in overrides.items():
         if key not in valid:
             raise ValueError(f"recipe {name} has no {key!r}: it has {', '.join(valid)}")
-        wanted, is_right = valid[key]
-        if not is_right(value):
-            raise ValueError(f"recipe {name}: {key} is {value!r}, it must be {wanted}")
+        if key == "stages":
+            value = read_stages(value)
+        check_value(f"recipe {name}:", key, value, valid[key])
         if key in _TRAINING_RULES:
             training[key] = value
         else:

@@ -41,6 +41,17 @@ def tower_of(path: str) -> str:
     return (scope_of(path) or "other").split(".")[0]
 
 
+def words_of(path: str) -> tuple[str, ...]:
+    """All words that mean a module, the widest first: ("vision", "vision.attention", "vision.attention.output") for a `proj`."""
+    return (tower_of(path), *(scope for scope in SCOPES if _in_scope(path, scope)))
+
+
+def vision_block_of(path: str) -> int | None:
+    """The number of the vision block that a module path lies in, from 0; None outside the blocks."""
+    match = _in_vision_block(path)
+    return int(match["block"]) if match else None
+
+
 def place_of(path: str) -> str | None:
     """A module path without the wrappers and layout before it ("layers.0.mlp.up_proj"), None outside all scopes."""
     return next((match["place"] for scope in SCOPES if (match := _in_scope(path, scope))), None)
@@ -72,7 +83,7 @@ def select_modules(model: nn.Module, scope: str | Iterable[str], last_n_blocks: 
         raise ValueError(f"scope {named} has no modules in this model; there is {listed or 'none'}")
     chosen = {path for word in scopes for path in there[word]}
     if last_n_blocks is not None:
-        blocks = {path: int(match["block"]) for path in linear if (match := _in_vision_block(path))}
+        blocks = {path: block for path in linear if (block := vision_block_of(path)) is not None}
         depth = 1 + max(blocks.values(), default=-1)
         if type(last_n_blocks) is not int or last_n_blocks < 1 or chosen.isdisjoint(blocks):
             raise ValueError(

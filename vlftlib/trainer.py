@@ -33,7 +33,7 @@ from vlftlib.forms import Example
 from vlftlib.memory import checkpoint_blocks, peak_memory_bytes, reset_peak_memory
 from vlftlib.operators import operator_census
 from vlftlib.recipes import Recipe
-from vlftlib.stages import StageSwitch, parameter_groups, stage_ends, stage_schedule
+from vlftlib.stages import StageSwitch, describe_groups, parameter_groups, plan_stages, stage_schedule
 from vlftlib.watch import NonFinite, Watch
 
 TRAINABLE, HISTORY = "trainable.safetensors", "history.json"
@@ -130,6 +130,8 @@ def train(
     trainer = RecipeTrainer(model, processor, recipe, dataset, policy, config, output, watch)
     trainer.add_callback(EvaluateAt(config.eval_steps, model, processor, parts.get("validation"), watch, metric))
     setup["environment"]["processes"] = trainer.args.world_size
+    setup["stages"] = [span.as_dict() for span in trainer.spans]
+    setup["optimizer_groups"] = describe_groups(model, recipe)
 
     def record(outcome: str) -> runs.RunRecord:
         seen = dict(measured=measured, history=watch.history, evaluations=watch.evaluations)
@@ -208,6 +210,7 @@ class RecipeTrainer(Trainer):
             gradient_accumulation_steps=recipe.gradient_accumulation_steps,
             learning_rate=recipe.learning_rate,
             weight_decay=recipe.weight_decay,
+            adam_beta1=recipe.adam_beta1,
             adam_beta2=recipe.adam_beta2,
             max_grad_norm=recipe.max_grad_norm,
             optim=policy.optimizer,
@@ -228,12 +231,9 @@ class RecipeTrainer(Trainer):
             seed=config.seed,
             data_seed=config.seed,
         )
-        steps = config.max_steps
-        if steps is None:
-            batches = math.ceil(len(dataset) / (recipe.batch_size * arguments.world_size))
-            steps = math.ceil(batches / recipe.gradient_accumulation_steps) * recipe.num_epochs
-        self.ends = stage_ends(recipe, max(1, math.ceil(steps)))
-        arguments.max_steps = self.ends[-1]
+        batches = math.ceil(len(dataset) / (recipe.batch_size * arguments.world_size))
+        self.spans = plan_stages(recipe, math.ceil(batches / recipe.gradient_accumulation_steps), config.max_steps)
+        arguments.max_steps = self.spans[-1].end
         # transformers refuses to train quantised weights unless it was told of adapters, and it doesn't know ours
         told, model._hf_peft_config_loaded = model._hf_peft_config_loaded, True
         try:
@@ -242,7 +242,7 @@ class RecipeTrainer(Trainer):
                 args=arguments,
                 train_dataset=dataset,
                 data_collator=VisionLanguageCollator(processor),
-                callbacks=[StageSwitch(model, recipe, self.ends), watch],
+                callbacks=[StageSwitch(model, self.spans), watch],
             )
         finally:
             model._hf_peft_config_loaded = told
@@ -260,7 +260,7 @@ class RecipeTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
-        shape = stage_schedule(self.recipe, self.ends)
+        shape = stage_schedule(self.recipe, self.spans)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, shape)
         self._created_lr_scheduler = True
         return self.lr_scheduler
