@@ -15,6 +15,7 @@ from vlftlib.adapters import (
     apply_lora,
     apply_oft,
     apply_recipe,
+    check_merge,
     count_parameters,
     count_recipe,
     load_adapters,
@@ -420,6 +421,28 @@ def test_merge_and_unmerge(base, pristine, inputs, name):
     merge_adapters(model, remove=True)
     assert not adapters.adapted_modules(model) and model.state_dict().keys() == pristine.state_dict().keys()
     torch.testing.assert_close(logits(model, inputs), changed, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["lora_dual", "oft_dual", "hybrid_staged"])
+def test_check_merge_passes_a_merge_and_leaves_no_trace(base, inputs, name, dtype):
+    model = disturb(apply_recipe(base.to(dtype), tiny_recipe(name))).train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    batch = inputs | {"attention_mask": torch.ones_like(inputs["input_ids"]), "labels": inputs["input_ids"]}
+    checked = check_merge(model, batch)
+    assert checked.passed and 0 < checked.difference < checked.bound < 0.2 * checked.largest
+    assert model.training and not any(layer.merged for layer in adapters.adapted_modules(model).values())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_check_merge_finds_one_layer_that_was_forgotten(base, inputs, monkeypatch):
+    model = disturb(apply_recipe(base, tiny_recipe("oft_vision")), 0.01)
+    batch = inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}
+    assert check_merge(model, batch).passed
+    last = adapters.adapted_modules(model)["model.visual.blocks.3.attn.proj"]
+    monkeypatch.setattr(last, "merge", lambda: setattr(last, "merged", True))
+    checked = check_merge(model, batch)
+    assert not checked.passed and "NOT within rounding" in str(checked)
 
 
 # full size

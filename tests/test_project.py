@@ -83,7 +83,7 @@ def test_imports_have_no_cycle_and_nothing_imports_the_command_line():
 # Who alone may import what.
 OWNERS = {
     "torch_npu": {"devices", "rehearsal"},
-    "peft": {"adapters", "attach", "oft_benchmark", "peft_files", "saving"},
+    "peft": {"attach", "merging", "oft_benchmark", "peft_files", "saving"},
     "matplotlib.pyplot": {"figures"},
     "seaborn": {"figures"},
     "argparse": {"tiny_base"},

@@ -165,15 +165,10 @@ def check(arguments) -> int:
 
 
 def merge(arguments) -> int:
-    from vlftlib.adapters import load_adapters, merge_adapters
-    from vlftlib.models import load_model, load_processor, save_processor
+    from vlftlib.stock_folder import write_merged
 
-    if arguments.output.exists():
-        raise FileExistsError(f"{arguments.output} exists: choose a new folder")
-    model = load_adapters(load_model(arguments.model, dtype="auto"), arguments.adapters)
-    merge_adapters(model, remove=True).save_pretrained(arguments.output)
-    save_processor(load_processor(arguments.model), arguments.output)
-    print(f"a stock Qwen2.5-VL with the adapters in its weights: {arguments.output}")
+    checked = write_merged(arguments.model, arguments.adapters, arguments.output)
+    print(f"a stock Qwen2.5-VL with the adapters in its weights: {arguments.output}\n{checked}")
     return 0
 
 
@@ -387,7 +382,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--figure", type=Path, metavar="FILE.png", help="draw the histograms")
     command.add_argument("--json", action="store_true")
 
-    command = add(merge, "fold adapters into the base's weights and write a stock folder")
+    command = add(merge, "fold adapters into the base's weights, write a stock folder, load it again and compare")
     command.add_argument("--model", default=ROOT / "data" / "tiny-base", help="folder or hub name of the base")
     command.add_argument("--adapters", type=Path, required=True)
     command.add_argument("--output", type=Path, required=True, help="a new folder")

@@ -1,15 +1,13 @@
 """A model's adapters: put on by recipe, staged, counted, saved, loaded, merged. What a user calls is here.
 
-The parts: `scopes` (which modules), `attach` (LoRA and OFT on them), `counting`, `saving` over `peft_files`.
+The parts: `scopes` (which modules), `attach` (LoRA and OFT on them), `counting`, `saving` over `peft_files`, `merging`.
 """
 
-from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from vlftlib.attach import AdapterParameter, adapted_modules, adapter_parameters, apply_lora, apply_oft, some
+from vlftlib.attach import AdapterParameter, adapted_modules, adapter_parameters, apply_lora, apply_oft
 from vlftlib.counting import ParameterCount, count_parameters, count_recipe
-from vlftlib.mapping import batch_rotations
-from vlftlib.oft import OFTLinear
+from vlftlib.merging import MergeCheck, check_merge, merge_adapters, unmerge_adapters
 from vlftlib.recipes import Recipe, Stage
 from vlftlib.saving import load_adapters, save_adapters
 from vlftlib.scopes import SCOPES, select_modules, vision_block_of, words_of
@@ -17,12 +15,14 @@ from vlftlib.scopes import SCOPES, select_modules, vision_block_of, words_of
 __all__ = [
     "SCOPES",
     "AdapterParameter",
+    "MergeCheck",
     "ParameterCount",
     "adapted_modules",
     "adapter_parameters",
     "apply_lora",
     "apply_oft",
     "apply_recipe",
+    "check_merge",
     "count_parameters",
     "count_recipe",
     "load_adapters",
@@ -85,49 +85,3 @@ def trained_in(model: nn.Module, stage: Stage, frozen_blocks: int = 0) -> list[A
         raise ValueError(f"stage trains {', '.join(stage.train)}: all of it is in the first {frozen_blocks} blocks, frozen")
     # A tower's scale counts as its first module's, and the blocks that train have it too.
     return [item for item in train if item.path not in frozen or item.name.endswith(".oft_scale")]
-
-
-def merge_adapters(model: nn.Module, *, remove: bool = False) -> nn.Module:
-    """Fold all adapters into the base weights, in place: W + (alpha / r) B A, s W R^T; logits stay, up to rounding.
-
-    Args:
-        remove: replace the adapted layers by their merged base layers, for good; the model is then a stock one.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: no adapters, or merged already, or the base is quantised.
-    """
-    layers = _layers_to_merge(model, merged=False)
-    for path, layer in layers.items():
-        weight = layer.base_layer.weight
-        if hasattr(weight, "quant_state") or not weight.is_floating_point():
-            raise ValueError(f"{path} is quantised: load the base in full precision and merge into that")
-    for path, layer in layers.items():
-        layer.merge()
-        if remove:
-            model.set_submodule(path, layer.base_layer)
-    if remove and any(isinstance(layer, OFTLinear) for layer in layers.values()):
-        batch_rotations(model)  # or its plan would keep the removed layers
-    return model
-
-
-def unmerge_adapters(model: nn.Module) -> nn.Module:
-    """Undo `merge_adapters`, in place; the base weights come back up to rounding.
-
-    Raises:
-        ValueError: no adapters, or not merged.
-    """
-    for layer in _layers_to_merge(model, merged=True).values():
-        layer.unmerge()
-    return model
-
-
-def _layers_to_merge(model: nn.Module, merged: bool) -> dict[str, OFTLinear | LoraLayer]:
-    layers = adapted_modules(model)
-    if not layers:
-        raise ValueError("the model has no adapters")
-    if wrong := [path for path, layer in layers.items() if layer.merged != merged]:
-        raise ValueError(f"adapters are {'not ' if merged else 'already '}merged on {some(wrong)}")
-    return layers
