@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vlftlib import adapters, scopes
+from vlftlib import adapters, mapping, scopes
 from vlftlib.adapters import (
     adapter_parameters,
     apply_lora,
@@ -264,29 +264,85 @@ def test_saved_folders_load_here_and_in_stock_peft(pristine, inputs, tmp_path, n
 STOCK = {
     "lora": peft.LoraConfig(r=4, lora_alpha=6, use_rslora=True, alpha_pattern={"v_proj": 12}, rank_pattern={"q_proj": 2}),
     "exact": peft.OFTConfig(oft_block_size=32, use_cayley_neumann=False),
-    "shared": peft.OFTConfig(oft_block_size=32, use_cayley_neumann=False, block_share=True),
+    "exact, blocks shared": peft.OFTConfig(oft_block_size=32, use_cayley_neumann=False, block_share=True),
+    "exact, blocks adjusted": peft.OFTConfig(r=3, oft_block_size=0, use_cayley_neumann=False),
+    "Neumann": peft.OFTConfig(oft_block_size=32),
+    "Neumann, blocks shared": peft.OFTConfig(oft_block_size=32, num_cayley_neumann_terms=8, block_share=True),
+    "Neumann, blocks adjusted": peft.OFTConfig(r=3, oft_block_size=0, num_cayley_neumann_terms=3),
     "hra": peft.HRAConfig(r=6),
     "gram_schmidt": peft.HRAConfig(r=4, apply_GS=True),
 }
 
 
+@pytest.fixture(scope="module")
+def uneven(pristine):
+    """A base whose vision MLPs have 45 inputs: no power of two, as the real ones' 3,420."""
+    config = copy.deepcopy(pristine.config)
+    config.vision_config.intermediate_size = 45
+    torch.manual_seed(0)
+    return type(pristine)(config).eval()
+
+
+@pytest.mark.filterwarnings("ignore:PEFT's Neumann series", "ignore:Invalid `r`")
 @pytest.mark.parametrize("name", STOCK)
-def test_stock_peft_folders_load_here(pristine, inputs, tmp_path, name):
+def test_stock_peft_folders_load_here(pristine, uneven, inputs, tmp_path, name):
+    base = uneven if "adjusted" in name else pristine
     config = copy.deepcopy(STOCK[name])
-    config.target_modules = {"q_proj", "v_proj", "qkv"}
-    stock = peft.get_peft_model(copy.deepcopy(pristine), config)
+    config.target_modules = {"q_proj", "v_proj", "qkv", "down_proj"}
+    stock = peft.get_peft_model(copy.deepcopy(base), config)
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in stock.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     stock.eval().save_pretrained(tmp_path / "stock")
-    ours = load_adapters(copy.deepcopy(pristine), tmp_path / "stock")
-    assert (logits(stock, inputs) - logits(pristine, inputs)).abs().max() > 1e-2
+    ours = load_adapters(copy.deepcopy(base), tmp_path / "stock")
+    assert (logits(stock, inputs) - logits(base, inputs)).abs().max() > 1e-2
     torch.testing.assert_close(logits(ours, inputs), logits(stock, inputs), rtol=0, atol=1e-5)
     save_adapters(ours, tmp_path / "ours")
-    again = load_adapters(copy.deepcopy(pristine), tmp_path / "ours")
+    again = load_adapters(copy.deepcopy(base), tmp_path / "ours")
     assert torch.equal(logits(again, inputs), logits(ours, inputs))
+
+    if config.peft_type == "OFT":  # trains on as there, and goes back as what it was
+        for model in (stock, ours):
+            model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        grads = {item.path: item.parameter.grad for item in adapter_parameters(ours)}
+        for parameter_name, parameter in stock.named_parameters():
+            if parameter.requires_grad:
+                grad = grads.pop(parameter_name.removeprefix("base_model.model.").removesuffix(".oft_R.default.weight"))
+                grad = grad if config.use_cayley_neumann else -grad
+                assert (grad - parameter.grad).norm() < 1e-3 * parameter.grad.norm(), parameter_name
+        assert not grads
+        folders = {path.name: path for path in (tmp_path / "ours").iterdir() if path.is_dir()}
+        for folder in folders.values():
+            back = peft.PeftConfig.from_pretrained(folder)
+            for field in ("use_cayley_neumann", "num_cayley_neumann_terms", "block_share", "module_dropout"):
+                if field != "num_cayley_neumann_terms" or config.use_cayley_neumann:
+                    assert getattr(back, field) == getattr(config, field), field
+        if "adjusted" in name:
+            assert len(folders) == 3 and any("-b15" in folder for folder in folders)
+        else:
+            (folder,) = folders.values()
+            there = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder)
+            torch.testing.assert_close(logits(there, inputs), logits(stock, inputs), rtol=0, atol=1e-5)
+    if config.peft_type != "LORA":
+        assert check_merge(ours, inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}).passed
+        changed = logits(ours, inputs)
+        torch.testing.assert_close(logits(unmerge_adapters(merge_adapters(ours)), inputs), changed, rtol=0, atol=1e-4)
+
+
+def test_a_neumann_series_that_is_no_rotation_is_said(base, pristine, tmp_path, recwarn):
+    stock = peft.get_peft_model(base, peft.OFTConfig(oft_block_size=32, target_modules=["o_proj"]))
+    for amount, said in ((0.002, 0), (0.1, 1)):
+        with torch.no_grad():
+            for parameter in stock.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(amount * torch.randn_like(parameter))
+        stock.save_pretrained(tmp_path / str(amount))
+        recwarn.clear()
+        load_adapters(copy.deepcopy(pristine), tmp_path / str(amount))
+        messages = [str(w.message) for w in recwarn if "is no rotation on 3 of 3 modules" in str(w.message)]
+        assert len(messages) == said
 
 
 def test_loading_into_adapted_layers_keeps_their_parameters(base, pristine, inputs, tmp_path):
@@ -320,6 +376,37 @@ def test_scale_other_than_one_is_kept_from_peft(base, pristine, inputs, tmp_path
             load_adapters(copy.deepcopy(pristine), tmp_path / "a" / folder)
 
 
+def test_a_model_inside_pefts_wrapper_computes_alike(base, inputs, monkeypatch):
+    """LoRA by PEFT's own call on a model that has our OFT, and our OFT on the model inside a PeftModel."""
+    model, mapped = disturb(apply_oft(base, "vision.merger", 64)), []
+    before, original = logits(model, inputs), mapping.map_layers
+    monkeypatch.setattr(mapping, "map_layers", lambda layers, *rest: mapped.append(len(layers)) or original(layers, *rest))
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    oft = [item.parameter.requires_grad_(True) for item in adapter_parameters(model) if item.method == "oft"]  # PEFT froze them
+    assert (logits(wrapped, inputs) - before).abs().max() > 1e-3
+    grads = []
+    for caller in (wrapped, model):
+        mapped.clear()
+        loss = caller(**inputs, labels=inputs["input_ids"]).loss
+        assert sum(mapped) == len(oft)
+        grads.append(torch.autograd.grad(loss, oft))
+    assert all(torch.equal(one, two) and one.norm() > 0 for one, two in zip(*grads))
+    apply_oft(wrapped.get_base_model(), "vision.attention.output", 32)
+    apply_lora(wrapped.get_base_model(), "text.mlp", r=2, alpha=4)
+    changed = logits(disturb(model), inputs)
+    assert torch.equal(logits(wrapped, inputs), changed) and count_parameters(wrapped) == count_parameters(model)
+    with pytest.raises(ValueError, match="q_proj has LoRA already"):
+        apply_oft(wrapped.get_base_model(), "text.attention", 64)
+
+
+def test_lora_inside_an_oft_layer_is_refused(base, inputs):
+    wrapped = peft.get_peft_model(apply_oft(base, "vision.merger", 64), peft.LoraConfig(target_modules="all-linear"))
+    with pytest.raises(TypeError, match="an adapter can't be put inside another's base_layer"):
+        logits(wrapped, inputs)
+    with pytest.raises(ValueError, match="visual.merger.mlp.0.base_layer is PEFT's Linear: an adapter can't be put inside"):
+        save_adapters(base, "nowhere")
+
+
 def test_older_layouts_keys_are_recognised(base, pristine, inputs, tmp_path):
     model = disturb(apply_recipe(base, tiny_recipe("lora_text_vision")))
     folder = save_adapters(model, tmp_path / "a") / "lora"
@@ -330,6 +417,14 @@ def test_older_layouts_keys_are_recognised(base, pristine, inputs, tmp_path):
     assert any(key.startswith("base_model.model.visual.") for key in old)
     assert any(key.startswith("base_model.model.model.layers.") for key in old)
     save_file(old, folder / "adapter_model.safetensors")
+    assert torch.equal(logits(load_adapters(copy.deepcopy(pristine), folder), inputs), logits(model, inputs))
+    config = folder / "adapter_config.json"
+    settings = json.loads(config.read_text())
+    # patterns that mean nothing in the new layout
+    config.write_text(json.dumps(settings | {"target_modules": r"model\.layers\..*_proj|visual\..*(qkv|proj)"}))
+    with pytest.raises(ValueError, match="names 21 modules without weights: .*mlp.down_proj"):
+        load_adapters(copy.deepcopy(pristine), folder)
+    config.write_text(json.dumps(settings | {"target_modules": r"model\.layers\..*[qkvo]_proj|visual\..*(qkv|attn.proj)"}))
     assert torch.equal(logits(load_adapters(copy.deepcopy(pristine), folder), inputs), logits(model, inputs))
 
 
@@ -367,7 +462,9 @@ def test_bad_folders_are_refused_and_change_nothing(base, pristine, tmp_path):
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
         ({"field_of_the_future": 1}, "field_of_the_future is 1"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"peft_type": "OFT", "use_cayley_neumann": True}, "use_cayley_neumann is True"),
+        ({"peft_type": "OFT", "use_cayley_neumann": True, "coft": True}, "coft is True"),
+        ({"peft_type": "OFT"}, "no use_cayley_neumann: saved by a PEFT before 0.16"),
+        ({"peft_type": "OFT", "use_cayley_neumann": True, "num_cayley_neumann_terms": 0, "r": 0}, "not OFT weights"),
     ):
         config.write_text(json.dumps(settings | change))
         refused(message)

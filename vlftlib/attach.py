@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vlftlib.mapping import batch_rotations
 from vlftlib.models import keep_layout
-from vlftlib.oft import OFTLinear
+from vlftlib.oft import INSIDE, OFTLinear
 from vlftlib.scopes import place_of, scope_of, select_modules, tower_of
 
 LORA_NAME = "default"  # PEFT's name for an adapter inside its layers; it doesn't reach the disk
@@ -49,12 +49,14 @@ def adapted_modules(model: nn.Module) -> dict[str, OFTLinear | LoraLayer]:
     """The layers of a model that carry an adapter, by path.
 
     Raises:
-        ValueError: a layer of another PEFT method than LoRA.
+        ValueError: a layer of another PEFT method than LoRA, or one inside an OFT layer.
     """
     layers = {path: module for path, module in model.named_modules() if isinstance(module, (OFTLinear, BaseTunerLayer))}
     for path, module in layers.items():
         if not isinstance(module, (OFTLinear, LoraLayer)):
             raise ValueError(f"{path} is PEFT's {type(module).__name__}: save it by PEFT and read that by load_adapters")
+        if isinstance(layers.get(path.removesuffix(".base_layer")), OFTLinear) and path.endswith(".base_layer"):
+            raise ValueError(f"{path} is PEFT's {type(module).__name__}: {INSIDE}")
     return layers
 
 
@@ -129,7 +131,8 @@ def apply_oft(
 ) -> nn.Module:
     """Add OFT to a scope, in place: y = W (x R), R orthogonal (Qiu et al., arXiv:2306.07280), R = I at the start.
 
-    All but adapters is frozen. With `scale`, one learnable factor is shared by all OFT layers of a tower (Report C).
+    All but adapters is frozen. With `scale`, one learnable factor is shared by all OFT layers of a tower (Report C). PEFT may
+    wrap the model afterwards (it freezes these adapters: let them train again), by target modules that have none of them.
 
     Args:
         model: a Qwen2.5-VL model, possibly with adapters on other modules; not a PeftModel.
@@ -155,11 +158,19 @@ def apply_oft(
 
 
 def add_oft(
-    model: nn.Module, paths: list[str], sizes: dict[str, int], parametrization: str, dropout: float, scale: bool, seed: int = 0
+    model: nn.Module,
+    paths: list[str],
+    sizes: dict[str, int],
+    parametrization: str,
+    dropout: float,
+    scale: bool,
+    seed: int = 0,
+    **options,
 ) -> nn.Module:
+    """`options` are PEFT's, for its files: neumann_terms, block_share."""
     for path in paths:
         base = model.get_submodule(path)
-        size = {"block_size" if parametrization == "cayley" else "num_reflections": sizes[path]}
+        size = {"num_reflections" if parametrization == "householder" else "block_size": sizes[path]} | options
         shared = _tower_scale(model, path) if scale else None
         with torch.random.fork_rng(devices=[]):  # the layer draws a start of its own
             layer = OFTLinear(base, parametrization=parametrization, dropout=dropout, scale=scale, **size)

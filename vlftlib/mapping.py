@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from vlftlib.orthogonal import cayley_inverse, full_precision, householder, pack_skew, unpack_skew
+from vlftlib.orthogonal import cayley_inverse, full_precision, householder, neumann_change, pack_skew, unpack_skew
 from vlftlib.rotating import wide
 
 
@@ -143,12 +143,17 @@ class _Split(torch.autograd.Function):
 
 
 def map_layers(layers: list[nn.Module], dtype: torch.dtype, norm_bound: NormBound | None = None) -> list[tuple[Tensor, ...]]:
-    """Factors of layers of equal block size (Householder: of equal shape), in one batch."""
+    """Factors of layers of one kind (`OFTLinear.kind`), in one batch."""
     absent: set[int] = set()
     joined = _Join.apply(absent, *(layer.oft_R for layer in layers))
-    if layers[0].parametrization == "cayley":
-        change = CayleyMap.apply(joined, layers[0].block_size, dtype, norm_bound)
-        return [(part,) for part in _Split.apply(absent, [layer.num_blocks for layer in layers], change)]
+    if layers[0].parametrization != "householder":
+        if layers[0].parametrization == "cayley":
+            change = CayleyMap.apply(joined, layers[0].block_size, dtype, norm_bound)
+        else:
+            skew = unpack_skew(joined.to(wide(joined.dtype)), layers[0].block_size)
+            change = neumann_change(skew, layers[0].neumann_terms).to(dtype)
+        parts = _Split.apply(absent, [len(layer.oft_R) for layer in layers], change)
+        return [(part.expand(layer.num_blocks, -1, -1) if layer.block_share else part,) for layer, part in zip(layers, parts)]
     rows = [layer.in_features for layer in layers]
     factors = householder(joined.unflatten(0, (len(layers), -1)))
     left, right = (_Split.apply(absent, rows, factor.flatten(0, 1).to(dtype)) for factor in factors)
@@ -240,9 +245,8 @@ def _before_forward(root: nn.Module, args) -> None:
     plan.opened = [layer for layer in plan.layers if not (layer.merged or layer.slot.open or isinstance(layer.oft_R, DTensor))]
     groups: dict[tuple, list[nn.Module]] = {}
     for layer in plan.opened:
-        size = layer.block_size if layer.parametrization == "cayley" else layer.oft_R.shape
         dtype = layer.slot.dtype or layer._compute_dtype(layer.oft_R)
-        groups.setdefault((size, dtype, layer.oft_R.device, layer.oft_R.requires_grad), []).append(layer)
+        groups.setdefault((layer.kind, dtype, layer.oft_R.device, layer.oft_R.requires_grad), []).append(layer)
     for key, layers in groups.items():
         # fully_shard fills parameters behind their version counters, so nothing is kept there
         _fill(layers, key[1], plan.norm_bounds.setdefault(key, NormBound()), keep=not plan.units)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from vlftlib.mapping import Slot, map_alone, map_layers, refuse_reentrant_checkpointing
 from vlftlib.orthogonal import full_precision
-from vlftlib.rotating import LinearOfRotatedWeight, RotateInput, base_forward, wide
+from vlftlib.rotating import LinearOfRotatedWeight, RotateInput, base_forward, rotate_by_any, wide
+
+INSIDE = "an adapter can't be put inside another's base_layer (PEFT's target_modules must not reach it, as all-linear does)"
 
 
 class OFTLinear(nn.Module):
@@ -26,13 +28,16 @@ class OFTLinear(nn.Module):
             bitsandbytes are dequantised per call and never saved for the backward.
         block_size: features per block, for "cayley"; divides in_features.
         num_reflections: reflections, even, for "householder".
-        parametrization: "cayley" or "householder".
+        parametrization: "cayley" or "householder"; "cayley_neumann" only to read PEFT's files: a series in the place of the
+            Cayley map, no rotation but for small Q (`orthogonal.cayley_neumann`), input side only, unmerged by solving.
+        neumann_terms: PEFT's count of its terms, for "cayley_neumann".
+        block_share: whether all blocks are one, for both Cayley maps; for PEFT's files too.
         dropout: probability, in training, that a block is replaced by the identity (Householder has one block).
         scale: whether to learn s, which starts at 1. R is then no longer the whole change: s W R^T is no pure rotation.
 
     Attributes:
         oft_R: float32 parameter. Cayley: (in_features / block_size, block_size (block_size - 1) / 2), the strict upper
-            triangles of Q row by row. Householder: (in_features, num_reflections), the vectors.
+            triangles of Q row by row, one row with block_share. Householder: (in_features, num_reflections), the vectors.
         oft_scale: float32 scalar parameter or None; layers may share one. One whose oft_R is frozen gives it no gradient, so
             that frozen layers below the first trained one need no backward.
         merged: whether the rotation is in the base layer's weight at present.
@@ -48,7 +53,9 @@ class OFTLinear(nn.Module):
         *,
         block_size: int | None = None,
         num_reflections: int | None = None,
-        parametrization: Literal["cayley", "householder"] = "cayley",
+        parametrization: Literal["cayley", "householder", "cayley_neumann"] = "cayley",
+        neumann_terms: int | None = None,
+        block_share: bool = False,
         dropout: float = 0.0,
         scale: bool = False,
     ):
@@ -62,14 +69,18 @@ class OFTLinear(nn.Module):
             base_layer.state_dict()  # undoes the repacking that bitsandbytes did if the layer ran on a CPU before
         self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
         shape = _parameter_shape(self.in_features, parametrization, block_size, num_reflections)
-        self.parametrization = parametrization
-        self.block_size = block_size if parametrization == "cayley" else self.in_features
+        if (neumann_terms is not None) != (parametrization == "cayley_neumann"):
+            raise ValueError(f"neumann_terms is {neumann_terms}: cayley_neumann takes it, {parametrization} was asked for")
+        if block_share and parametrization == "householder":
+            raise ValueError("block_share is for blocks, and householder has one")
+        self.parametrization, self.neumann_terms, self.block_share = parametrization, neumann_terms, block_share
+        self.block_size = self.in_features if parametrization == "householder" else block_size
         self.num_blocks = self.in_features // self.block_size
         self.dropout = dropout
         self.merged = False
         self.base_layer = base_layer.requires_grad_(False)
         device = base_layer.weight.device
-        self.oft_R = nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
+        self.oft_R = nn.Parameter(torch.zeros(1 if block_share else shape[0], shape[1], dtype=torch.float32, device=device))
         self.register_parameter("oft_scale", nn.Parameter(torch.ones((), device=device)) if scale else None)
         self.slot = Slot()
         self.reset_parameters()
@@ -77,7 +88,7 @@ class OFTLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Back to the identity: Q = 0, or pairs of equal random vectors, whose reflections cancel but have gradients."""
         with torch.no_grad():
-            if self.parametrization == "cayley":
+            if self.parametrization != "householder":
                 self.oft_R.zero_()
             else:
                 half = torch.randn_like(self.oft_R[:, ::2]) / math.sqrt(self.in_features)
@@ -88,6 +99,8 @@ class OFTLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.merged:
             return self.base_layer(x)
+        if not isinstance(self.base_layer, nn.Linear):
+            raise TypeError(f"OFTLinear's base_layer is now a {type(self.base_layer).__name__}, which would be left out: {INSIDE}")
         dtype, given = self._compute_dtype(x), x.dtype
         factors = self.slot.factors if self.slot.open else None
         if factors is None or factors[0].dtype != dtype:  # called outside its root's forward, or in a dtype unlike last time
@@ -95,20 +108,27 @@ class OFTLinear(nn.Module):
         if factors[0].requires_grad and not torch.is_grad_enabled():
             refuse_reentrant_checkpointing()
         if self.dropout and self.training:
-            blocks = (self.num_blocks, 1, 1) if self.parametrization == "cayley" else ()
+            blocks = () if self.parametrization == "householder" else (self.num_blocks, 1, 1)
             keep = (torch.rand(blocks, device=x.device) >= self.dropout).to(dtype)
             factors = (factors[0] * keep, *factors[1:])
         x = x.to(dtype)
         scale = self.oft_scale
         if scale is not None and not self.oft_R.requires_grad:
             scale = scale.detach()
-        if self.quantization == "8-bit" or x.numel() <= self.in_features * self.out_features:
-            rotated = RotateInput.apply(x, scale, *factors)
+        neumann = self.parametrization == "cayley_neumann"
+        if neumann or self.quantization == "8-bit" or x.numel() <= self.in_features * self.out_features:
+            rotated = rotate_by_any(x, scale, *factors) if neumann else RotateInput.apply(x, scale, *factors)
             return base_forward(rotated, self.base_layer, self.quantization).to(given if self.quantization else dtype)
         bias = self.base_layer.bias
         bias = bias if bias is None else bias.to(dtype)
         y = LinearOfRotatedWeight.apply(x, self.base_layer.weight, bias, scale, *factors)
         return y.to(given) if self.quantization else y
+
+    @property
+    def kind(self) -> tuple:
+        """What layers that are mapped in one batch have in common."""
+        size = self.oft_R.shape if self.parametrization == "householder" else self.block_size
+        return self.parametrization, size, self.neumann_terms
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
         if torch.is_autocast_enabled(x.device.type):
@@ -143,6 +163,8 @@ class OFTLinear(nn.Module):
     def unmerge(self) -> None:
         """Take the rotation out of the base layer again by its transpose; in 16-bit weights both leave their rounding.
 
+        What "cayley_neumann" gives is no rotation: its blocks are solved for.
+
         Raises:
             RuntimeError: not merged.
         """
@@ -162,10 +184,13 @@ class OFTLinear(nn.Module):
         scale = scale if merging else 1 / scale
         rotation = self.rotation()
         with full_precision(weight.device):
-            if self.parametrization == "cayley":
+            if self.parametrization != "householder":
                 for block, columns in zip(rotation, weight.split(self.block_size, dim=1)):
                     exact = columns.to(wide(weight.dtype))
-                    columns.copy_(exact @ (scale * (block.mT if merging else block)).to(exact.dtype))
+                    if merging or self.parametrization == "cayley":
+                        columns.copy_(exact @ (scale * (block.mT if merging else block)).to(exact.dtype))
+                    else:
+                        columns.copy_(torch.linalg.solve(block.to(exact.dtype), scale * exact.mT).mT)
             else:
                 exact = weight.to(wide(weight.dtype))
                 left, right = (factor.to(exact.dtype) for factor in (rotation[::-1] if merging else rotation))
@@ -173,8 +198,9 @@ class OFTLinear(nn.Module):
         self.merged = merging
 
     def extra_repr(self) -> str:
-        blocks, scaled = self.parametrization == "cayley", self.oft_scale is not None
+        blocks, scaled = self.parametrization != "householder", self.oft_scale is not None
         size = f"block_size={self.block_size}" if blocks else f"num_reflections={self.oft_R.shape[1]}"
+        size += f", neumann_terms={self.neumann_terms}" * (self.neumann_terms is not None) + ", block_share" * self.block_share
         return f"{self.parametrization}, {size}, dropout={self.dropout}, scale={scaled}, merged={self.merged}"
 
 
@@ -186,7 +212,7 @@ def _quantization(weight: Tensor) -> str | None:
 
 
 def _parameter_shape(in_features: int, parametrization: str, block_size: int | None, num_reflections: int | None):
-    if parametrization == "cayley":
+    if parametrization in ("cayley", "cayley_neumann"):
         if block_size is None or num_reflections is not None:
             raise ValueError(f"cayley takes block_size and no num_reflections, got {block_size} and {num_reflections}")
         if block_size < 2 or in_features % block_size:

@@ -180,20 +180,25 @@ def cayley_neumann(skew: Tensor, terms: int = 5) -> Tensor:
     Raises:
         ValueError: fewer than one term.
     """
-    if terms < 1:
-        raise ValueError(f"cayley_neumann needs at least 1 term, got {terms}")
     skew = skew if skew.dtype == torch.float64 else skew.float()
-    with full_precision(skew.device):
-        identity = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
-        # as PEFT does it: two terms keep the last one's factor 2, and three are computed like four
-        weights = {1: [], 2: [2]}.get(terms, [2] * max(terms - 2, 2) + [1])
-        result = power = identity.expand(skew.shape)
-        for weight in weights:
-            power = power @ skew
-            result = result + weight * power
+    result = neumann_change(skew, terms) + torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
     error = orthogonality_error(result)
     if error > NEUMANN_ERROR:
         warnings.warn(f"this {terms}-term Cayley-Neumann series is no rotation: |R^T R - I| is {error:.1e}", stacklevel=2)
+    return result
+
+
+def neumann_change(skew: Tensor, terms: int) -> Tensor:
+    """`cayley_neumann` without its identity and its warning, for which the device must be waited for."""
+    if terms < 1:
+        raise ValueError(f"cayley_neumann needs at least 1 term, got {terms}")
+    # as PEFT does it: two terms keep the last one's factor 2, and three are computed like four
+    weights = {1: [], 2: [2]}.get(terms, [2] * max(terms - 2, 2) + [1])
+    result, power = torch.zeros_like(skew), None
+    with full_precision(skew.device):
+        for weight in weights:
+            power = skew if power is None else power @ skew
+            result = result + weight * power
     return result
 
 

@@ -2,7 +2,7 @@
 
 Where PEFT's conventions differ from ours, they are translated here and nowhere else:
 - OFT: PEFT's exact map is (I - Q)(I + Q)^-1, ours (I + Q)(I - Q)^-1, so Q changes its sign. PEFT's Neumann map has our
-  sign but is no rotation beyond small Q, so such a folder is refused rather than read as what it isn't.
+  sign but is no rotation beyond small Q, so such a folder keeps that map here, and goes back to disk with it.
 - HRA: PEFT's vectors in PEFT's order are ours (`orthogonal.householder`); with its Gram-Schmidt, they are read as its result.
 - A field that changes the arithmetic in a way that we have no counterpart for is refused by name, never dropped.
 """
@@ -34,8 +34,8 @@ _CONFIGS = {"LORA": LoraConfig, "OFT": OFTConfig, "HRA": HRAConfig}
 # of a training that is over, or mere notes. Every other field must have PEFT's default.
 _FREE = set(
     "r lora_alpha lora_dropout use_rslora rank_pattern alpha_pattern oft_block_size module_dropout block_share eps "
-    "num_cayley_neumann_terms apply_GS target_modules exclude_modules layers_to_transform layers_pattern init_weights "
-    "inference_mode base_model_name_or_path revision task_type peft_type peft_version auto_mapping runtime_config "
+    "use_cayley_neumann num_cayley_neumann_terms apply_GS target_modules exclude_modules layers_to_transform layers_pattern "
+    "init_weights inference_mode base_model_name_or_path revision task_type peft_type peft_version auto_mapping runtime_config "
     "loftq_config eva_config corda_config lora_ga_config megatron_core qalora_group_size ensure_weight_tying".split()
 )
 
@@ -45,12 +45,14 @@ class StoredAdapter:
     """One module's adapter in our form, with all that its arithmetic needs but a learnable scale.
 
     Attributes:
-        kind: "lora", "cayley" or "householder".
+        kind: "lora", "cayley", "householder" or "cayley_neumann".
         size: r, block size or number of reflections.
         tensors: lora: lora_A (r, in), lora_B (out, r); cayley: oft_R (in // b, b (b - 1) / 2), one row for all blocks if
             they are shared; householder: oft_R (in, n). float32.
         alpha: LoRA's, else None.
         dropout: of LoRA's input or of OFT's blocks.
+        neumann_terms: of PEFT's series, else None.
+        block_share: whether all blocks are one.
     """
 
     kind: str
@@ -58,15 +60,17 @@ class StoredAdapter:
     tensors: Mapping[str, Tensor] = field(repr=False)
     alpha: float | None = None
     dropout: float = 0.0
+    neumann_terms: int | None = None
+    block_share: bool = False
 
     @property
     def settings(self) -> tuple:
         """What modules of one PEFT configuration have in common."""
-        return self.kind, self.size, self.alpha, self.dropout
+        return self.kind, self.size, self.alpha, self.dropout, self.neumann_terms, self.block_share
 
 
 def read_folder(folder: Path, config_file: str = CONFIG) -> tuple[dict[str, StoredAdapter], PeftConfig]:
-    """Read a PEFT folder (LoRA, exact OFT, HRA).
+    """Read a PEFT folder (LoRA, OFT, HRA).
 
     Returns:
         Adapters by module path as on disk, without PEFT's prefix; and PEFT's configuration.
@@ -80,12 +84,11 @@ def read_folder(folder: Path, config_file: str = CONFIG) -> tuple[dict[str, Stor
     if method not in _CONFIGS:
         raise ValueError(f"{folder}: peft_type is {method!r}; LORA, OFT and HRA can be read")
     defaults = _CONFIGS[method](target_modules=["any"]).to_dict()
-    wanted = defaults | {"use_cayley_neumann": False}
     allowed = {"init_lora_weights": (True, False, "gaussian")}  # the others change the base's weights too
     for name, value in raw.items():
         unset = not value and name not in defaults  # a switch of a later PEFT, off
-        if name not in _FREE and not unset and value not in allowed.get(name, (wanted.get(name), None)):
-            right = wanted.get(name)
+        if name not in _FREE and not unset and value not in allowed.get(name, (defaults.get(name), None)):
+            right = defaults.get(name)
             raise ValueError(f"{folder / config_file}: {name} is {value!r}, which has no counterpart here (only {right!r})")
     if method == "OFT" and "use_cayley_neumann" not in raw:
         raise ValueError(f"{folder / config_file}: no use_cayley_neumann: saved by a PEFT before 0.16, whose OFT is another")
@@ -128,7 +131,13 @@ def _translate(folder: Path, config: PeftConfig, path: str, tensors: dict[str, T
         size = (1 + math.isqrt(1 + 8 * values.shape[1])) // 2
         if size * (size - 1) // 2 != values.shape[1]:
             raise ValueError(f"{folder / WEIGHTS}: {path} has {values.shape[1]} values a block, no b (b - 1) / 2")
-        return StoredAdapter("cayley", size, {"oft_R": -values}, dropout=config.module_dropout)
+        common = dict(dropout=config.module_dropout, block_share=config.block_share)
+        if not config.use_cayley_neumann:
+            return StoredAdapter("cayley", size, {"oft_R": -values}, **common)
+        terms = config.num_cayley_neumann_terms
+        if type(terms) is not int or terms < 1:
+            raise ValueError(f"{folder / CONFIG}: num_cayley_neumann_terms is {terms!r}, it must be at least 1")
+        return StoredAdapter("cayley_neumann", size, {"oft_R": values}, neumann_terms=terms, **common)
     if values.shape[1] % 2:
         raise ValueError(f"{folder / WEIGHTS}: {path} has {values.shape[1]} reflections; an odd number is no rotation")
     if config.apply_GS:  # up to their signs, which a reflection ignores, QR's columns are Gram-Schmidt's
@@ -150,12 +159,14 @@ def write_folder(folder: Path, adapters: Mapping[str, StoredAdapter], base_name:
         base_name: the base model's hub name, for PEFT's AutoPeftModel.
         config_file: another name hides the folder from PEFT, for what its form cannot say.
     """
-    ((kind, size, alpha, dropout),) = {adapter.settings for adapter in adapters.values()}
+    ((kind, size, alpha, dropout, terms, block_share),) = {adapter.settings for adapter in adapters.values()}
     common = dict(target_modules=list(adapters), base_model_name_or_path=base_name, inference_mode=True)
     if kind == "lora":
         config = LoraConfig(r=size, lora_alpha=alpha, lora_dropout=dropout, **common)
-    elif kind == "cayley":
-        config = OFTConfig(oft_block_size=size, module_dropout=dropout, use_cayley_neumann=False, **common)
+    elif kind in ("cayley", "cayley_neumann"):
+        common |= dict(num_cayley_neumann_terms=terms) if terms is not None else {}
+        common |= dict(module_dropout=dropout, block_share=block_share, use_cayley_neumann=terms is not None)
+        config = OFTConfig(oft_block_size=size, **common)
     else:
         config = HRAConfig(r=size, **common)
     suffixes = {name: suffix for suffix, name in _PEFT_KEYS[config.peft_type.value].items()}

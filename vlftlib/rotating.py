@@ -85,6 +85,13 @@ class RotateInput(torch.autograd.Function):
         return dx if ctx.needs_input_grad[0] else None, *_gradients(x, dx, scale, factors)
 
 
+def rotate_by_any(x: Tensor, scale: Tensor | None, change: Tensor) -> Tensor:
+    """z = s x R for blocks R that need not be orthogonal, by torch's own backward."""
+    parts = x.reshape(-1, len(change), change.shape[-1]).transpose(0, 1)  # (blocks, tokens, block size)
+    rotated = torch.baddbmm(parts, parts, change).transpose(0, 1).reshape(x.shape)
+    return rotated if scale is None else rotated * scale
+
+
 class LinearOfRotatedWeight(torch.autograd.Function):
     """y = x (s W R^T)^T + b, saving x, W and the factors only: the rotated weight is computed again in the backward."""
 

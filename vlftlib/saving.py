@@ -5,8 +5,9 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import nn
 import vlftlib
 from vlftlib.attach import adapted_modules, add_lora, add_oft, check_free, some
 from vlftlib.oft import OFTLinear
+from vlftlib.orthogonal import NEUMANN_ERROR, orthogonality_error
 from vlftlib.peft_files import CONFIG, StoredAdapter, is_target, read_folder, write_folder
 from vlftlib.scopes import SCOPES, place_of, scope_of, tower_of
 
@@ -40,8 +42,9 @@ def _describe_base(model: nn.Module) -> dict:
 def _stored(path: str, layer: OFTLinear | LoraLayer) -> StoredAdapter:
     """A layer's adapter as it goes to disk."""
     if isinstance(layer, OFTLinear):
-        size = layer.block_size if layer.parametrization == "cayley" else layer.oft_R.shape[1]
-        return StoredAdapter(layer.parametrization, size, {"oft_R": layer.oft_R}, dropout=layer.dropout)
+        size = layer.oft_R.shape[1] if layer.parametrization == "householder" else layer.block_size
+        options = dict(dropout=layer.dropout, neumann_terms=layer.neumann_terms, block_share=layer.block_share)
+        return StoredAdapter(layer.parametrization, size, {"oft_R": layer.oft_R}, **options)
     name = _lora_name(path, layer)
     if layer.lora_variant or layer.lora_bias[name]:
         raise ValueError(f"{path}: a LoRA variant (DoRA, bias, ...): save it by PEFT")
@@ -64,9 +67,10 @@ def _lora_name(path: str, layer: LoraLayer) -> str:
 def _folder_names(groups: Iterable[tuple]) -> list[str]:
     """`lora`, `oft-b64`, `hra`; where two configurations would share one, with all that tells them apart."""
     short, long = [], []
-    for (kind, size, alpha, dropout), tower in groups:
-        name = {"lora": "lora", "cayley": f"oft-b{size}", "householder": "hra"}[kind]
-        details = {"lora": f"-r{size}-alpha{alpha}", "cayley": "", "householder": f"-r{size}"}[kind]
+    for (kind, size, alpha, dropout, terms, block_share), tower in groups:
+        name = {"lora": "lora", "householder": "hra"}.get(kind, f"oft-b{size}")
+        details = {"lora": f"-r{size}-alpha{alpha}", "householder": f"-r{size}"}.get(kind, "")
+        details += f"-neumann{terms}" * (terms is not None) + "-shared" * block_share
         details += f"-dropout{dropout}" * (dropout > 0) + f"-{tower}" * (tower is not None)
         short.append(name)
         long.append(name + details)
@@ -132,10 +136,12 @@ def save_adapters(model: nn.Module, path: str | os.PathLike) -> Path:
 
 
 def load_adapters(model: nn.Module, path: str | os.PathLike) -> nn.Module:
-    """Put saved adapters on a model, in place: a folder of `save_adapters`, or one of PEFT's (LoRA, exact OFT, HRA).
+    """Put saved adapters on a model, in place: a folder of `save_adapters`, or one of PEFT's (LoRA, OFT, HRA).
 
     Layers that have such an adapter already get its values; others are wrapped. Module paths of older transformers are
-    recognised. Everything is read and checked before the model changes.
+    recognised. Everything is read and checked before the model changes. PEFT's OFT in its default, the Neumann series, is
+    kept as that: it trains, merges and saves as in PEFT, and a warning tells where it is no rotation. PEFT stores a block
+    dropout and never applies it; here it is applied.
 
     Returns:
         The model, all but its adapters frozen.
@@ -171,13 +177,14 @@ def load_adapters(model: nn.Module, path: str | os.PathLike) -> nn.Module:
     new: dict[tuple, dict[str, int]] = {}
     for where, (adapter, scale) in found.items():
         if where not in present:
-            group = adapter.kind, adapter.size if adapter.kind == "lora" else None, adapter.alpha, adapter.dropout, scale
+            group = replace(adapter, tensors={}, size=adapter.size if adapter.kind == "lora" else 0).settings, scale
             new.setdefault(group, {})[where] = adapter.size
-    for (kind, r, alpha, dropout, scale), sizes in new.items():
+    for ((kind, r, alpha, dropout, terms, block_share), scale), sizes in new.items():
         if kind == "lora":
             add_lora(model, list(sizes), r, alpha, dropout)
         else:
-            add_oft(model, list(sizes), sizes, kind, dropout, scale is not None)
+            options = dict(neumann_terms=terms, block_share=block_share)
+            add_oft(model, list(sizes), sizes, kind, dropout, scale is not None, **options)
     with torch.no_grad():
         for where, (adapter, scale) in found.items():
             layer = model.get_submodule(where)
@@ -185,7 +192,20 @@ def load_adapters(model: nn.Module, path: str | os.PathLike) -> nn.Module:
                 parameter.copy_(adapter.tensors[name])
             if scale is not None:
                 layer.oft_scale.fill_(scale)
+    _warn_of_no_rotations({where: model.get_submodule(where) for where in found})
     return model
+
+
+def _warn_of_no_rotations(layers: Mapping[str, nn.Module]) -> None:
+    series = {where: layer for where, layer in layers.items() if getattr(layer, "neumann_terms", None) is not None}
+    errors = {where: orthogonality_error(layer.rotation()) for where, layer in series.items()}
+    if errors and max(errors.values()) > NEUMANN_ERROR:
+        where = max(errors, key=errors.get)
+        warnings.warn(
+            f"PEFT's Neumann series is no rotation on {sum(error > NEUMANN_ERROR for error in errors.values())} of {len(errors)} "
+            f"modules: |R^T R - I| is {errors[where]:.1e} on {where} (use_cayley_neumann=False in PEFT is exact)",
+            stacklevel=3,
+        )
 
 
 def _check_base(model: nn.Module, saved: dict, path: Path) -> None:
@@ -210,32 +230,37 @@ def _match(model, folder: Path, adapters: dict[str, StoredAdapter], config) -> d
     for path, adapter in adapters.items():
         where = here[place_of(path)]
         module = model.get_submodule(where)
-        tensors = dict(adapter.tensors)
         blocks = module.in_features // adapter.size
-        if config.peft_type == "OFT" and config.block_share and len(tensors["oft_R"]) == 1:
-            tensors["oft_R"] = tensors["oft_R"].repeat(blocks, 1)  # the same map; the blocks are independent from now on
         expected = {
             "lora": {"lora_A": (adapter.size, module.in_features), "lora_B": (module.out_features, adapter.size)},
-            "cayley": {"oft_R": (blocks, adapter.size * (adapter.size - 1) // 2)},
             "householder": {"oft_R": (module.in_features, adapter.size)},
-        }[adapter.kind]
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if shapes != expected or (adapter.kind == "cayley" and blocks * adapter.size != module.in_features):
+        }.get(adapter.kind, {"oft_R": (1 if adapter.block_share else blocks, adapter.size * (adapter.size - 1) // 2)})
+        shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+        if shapes != expected or (config.peft_type == "OFT" and blocks * adapter.size != module.in_features):
             raise ValueError(f"{folder}: {path} has shapes {shapes}, this model's module needs {expected}")
         if where in found:
             raise ValueError(f"{folder}: {where} has weights under two names, one of them {path}")
-        found[where] = replace(adapter, tensors=tensors)
-    missing = [path for place, path in here.items() if place and path not in found and is_target(config, path)]
+        found[where] = adapter
+    # what the configuration names, it names in the layout that the keys are in
+    old = {tower_of(path) for path in adapters if path in _older_layout(here[place_of(path)])}
+    named = {path: _older_layout(path)[-1] if tower_of(path) in old else path for place, path in here.items() if place}
+    missing = [path for path, name in named.items() if path not in found and is_target(config, name)]
     if missing:
         raise ValueError(f"{folder}: {CONFIG} names {len(missing)} modules without weights: {some(missing)}")
     return found
+
+
+def _older_layout(path: str) -> list[str]:
+    """What transformers before 4.52 called a module, where that is another path: `visual.`, `model.layers.`."""
+    older = path.replace("model.visual.", "visual.").replace("model.language_model.layers.", "model.layers.")
+    return [older] if older != path else []
 
 
 def _check_same(where: str, layer, adapter: StoredAdapter, scale: float | None) -> None:
     has = _stored(where, layer)
     if layer.merged:
         raise ValueError(f"{where} has its adapter merged: unmerge_adapters first")
-    if (has.kind, has.size, has.alpha) != (adapter.kind, adapter.size, adapter.alpha):
+    if replace(has, dropout=0).settings != replace(adapter, dropout=0).settings:
         raise ValueError(f"{where} has {has}, the folder {adapter}: they must be alike")
     if (getattr(layer, "oft_scale", None) is None) != (scale is None):
         raise ValueError(f"{where}: a learnable scale in only one of model and folder")
