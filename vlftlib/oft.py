@@ -100,7 +100,7 @@ class OFTLinear(nn.Module):
         if self.merged:
             return self.base_layer(x)
         if not isinstance(self.base_layer, nn.Linear):
-            raise TypeError(f"OFTLinear's base_layer is now a {type(self.base_layer).__name__}, which would be left out: {INSIDE}")
+            raise TypeError(f"OFTLinear's base_layer is a {type(self.base_layer).__name__}, which would be left out: {INSIDE}")
         dtype, given = self._compute_dtype(x), x.dtype
         factors = self.slot.factors if self.slot.open else None
         if factors is None or factors[0].dtype != dtype:  # called outside its root's forward, or in a dtype unlike last time
