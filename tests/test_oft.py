@@ -15,16 +15,21 @@ from torch.utils.checkpoint import checkpoint
 from vlftlib import mapping, rotating
 from vlftlib.mapping import batch_rotations
 from vlftlib.oft import OFTLinear
-from vlftlib.orthogonal import cayley, householder, orthogonality_error, unpack_skew
+from vlftlib.orthogonal import cayley, householder, neumann_change, orthogonality_error, unpack_skew
 
 f64 = torch.float64
 FORMS = {"cayley": {"block_size": 8}, "householder": {"parametrization": "householder", "num_reflections": 4}}
+PEFT_FORMS = FORMS | {  # and those that only PEFT's files have
+    "blocks shared": {"block_size": 8, "block_share": True},
+    "neumann": {"parametrization": "cayley_neumann", "neumann_terms": 5, "block_size": 8},
+    "neumann, blocks shared": {"parametrization": "cayley_neumann", "neumann_terms": 3, "block_size": 8, "block_share": True},
+}
 SIDES = {"input side": 3, "weight side": 60}  # tokens in each of two sequences, on a layer of 16 output features
 
 
 def adapted(form="cayley", *, features=(24, 16), size=0.3, seed=0, dtype=torch.float32, **options) -> OFTLinear:
     torch.manual_seed(seed)
-    layer = OFTLinear(nn.Linear(*features, dtype=dtype), **FORMS[form], **options)
+    layer = OFTLinear(nn.Linear(*features, dtype=dtype), **PEFT_FORMS[form], **options)
     if dtype == f64:
         layer.double()
     with torch.no_grad():
@@ -36,8 +41,13 @@ def adapted(form="cayley", *, features=(24, 16), size=0.3, seed=0, dtype=torch.f
 
 def reference(layer: OFTLinear, x: torch.Tensor) -> torch.Tensor:
     """s W (x R) + b by a dense R and torch's own derivatives."""
-    if layer.parametrization == "cayley":
-        rotation = torch.block_diag(*cayley(unpack_skew(layer.oft_R, layer.block_size)))
+    if layer.parametrization != "householder":
+        skew = unpack_skew(layer.oft_R, layer.block_size).expand(layer.num_blocks, -1, -1)
+        if layer.neumann_terms is None:
+            rotation = torch.block_diag(*cayley(skew))
+        else:
+            rotation = torch.block_diag(*(torch.eye(layer.block_size, dtype=f64) + neumann_change(skew, layer.neumann_terms)))
+            rotation = rotation.to(skew.dtype)
     else:
         left, right = householder(layer.oft_R)
         rotation = torch.eye(layer.in_features, dtype=left.dtype) - left @ right.mT
@@ -69,7 +79,7 @@ def maps(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("tokens", SIDES.values(), ids=SIDES)
 @pytest.mark.parametrize("scale", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PEFT_FORMS)
 def test_forward_and_backward_equal_the_dense_reference(form, scale, tokens):
     layer = adapted(form, scale=scale, dtype=f64)
     x = torch.randn(2, tokens, 24, dtype=f64, requires_grad=True)
@@ -83,7 +93,7 @@ def test_forward_and_backward_equal_the_dense_reference(form, scale, tokens):
 
 
 @pytest.mark.parametrize("tokens", SIDES.values(), ids=SIDES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PEFT_FORMS)
 def test_gradcheck(form, tokens):
     layer = adapted(form, features=(16, 4), scale=True, dtype=f64)
     x = torch.randn(2 if tokens == 3 else 6, 16, dtype=f64, requires_grad=True)
@@ -110,7 +120,7 @@ def test_both_sides_agree_in_float32(form):
 
 
 @pytest.mark.parametrize("shape", [(24,), (5, 24), (2, 3, 24), (2, 3, 4, 24), (0, 24)])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PEFT_FORMS)
 def test_any_leading_dimensions(form, shape):
     layer = adapted(form)
     x = torch.randn(shape, requires_grad=True)
@@ -222,6 +232,9 @@ def test_parameters():
         ({"block_size": 60, "dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
         ({"parametrization": "householder", "num_reflections": 3}, "must be even .* got 3"),
         ({"parametrization": "householder", "block_size": 60}, "householder takes num_reflections"),
+        ({"parametrization": "cayley_neumann", "block_size": 60}, "neumann_terms is None: cayley_neumann takes it"),
+        ({"block_size": 60, "neumann_terms": 5}, "neumann_terms is 5: .* cayley was asked for"),
+        ({"parametrization": "householder", "num_reflections": 2, "block_share": True}, "block_share is for blocks"),
         ({"parametrization": "qr", "block_size": 60}, '"cayley" or "householder", got \'qr\''),
     ],
 )
@@ -307,7 +320,7 @@ def test_a_shared_scale_gets_the_sum_of_its_layers_gradients():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PEFT_FORMS)
 def test_merge_and_unmerge(form, scale, dtype):
     layer = adapted(form, scale=scale)
     layer.base_layer.to(dtype)
@@ -361,7 +374,7 @@ def test_one_map_for_all_layers_of_one_block_size(maps):
     assert sorted(maps[1:]) == [1, 1, 3]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PEFT_FORMS)
 def test_the_batch_changes_nothing(form):
     model = network(form)
     x = torch.randn(5, 16)
@@ -548,7 +561,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PEFT_FORMS)
 def test_checkpointing(form, batched, early_stop, maps):
     model = network(form)
     x = torch.randn(5, 16, requires_grad=True)

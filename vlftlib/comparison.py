@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from vlftlib.adapters import load_adapters
+from vlftlib.adapters import count_parameters, load_adapters
 from vlftlib.devices import PlatformPolicy
 from vlftlib.evaluation import ANSWERS, evaluate, write_answers
 from vlftlib.figures import cost_figure, history_figure, overhead_figure, quality_figure, reported_figure, save_figure
@@ -59,7 +59,7 @@ def evaluate_run(
     options = dict(metric=splits.metric, batch_size=batch_size)
     done = [evaluate(model, processor, splits.parts[name], split=name, **options) for name in names]
     measured = dict(
-        total_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        total_parameters=count_parameters(model).total,
         peak_memory_bytes=peak_memory_bytes(model.device),
         duration_s=time.perf_counter() - began,
     )

@@ -134,7 +134,7 @@ def shake_weights(weights: Iterable[Tensor]) -> None:
     """Move every weight up or down by what its rounding may be, in place."""
     generator = torch.Generator().manual_seed(0)
     for weight in weights:
-        signs = torch.randint(0, 2, weight.shape, generator=generator).mul_(2).sub_(1).to(weight.device)
+        signs = torch.randint(0, 2, weight.shape, dtype=torch.int8, generator=generator).mul_(2).sub_(1).to(weight.device)
         weight.addcmul_(weight, signs.to(weight.dtype), value=max(torch.finfo(weight.dtype).eps, ROTATION_ERROR))
 
 

@@ -86,7 +86,7 @@ def read_folder(folder: Path, config_file: str = CONFIG) -> tuple[dict[str, Stor
     defaults = _CONFIGS[method](target_modules=["any"]).to_dict()
     allowed = {"init_lora_weights": (True, False, "gaussian")}  # the others change the base's weights too
     for name, value in raw.items():
-        unset = not value and name not in defaults  # a switch of a later PEFT, off
+        unset = not value and not defaults.get(name)  # also a switch of a later PEFT, off
         if name not in _FREE and not unset and value not in allowed.get(name, (defaults.get(name), None)):
             right = defaults.get(name)
             raise ValueError(f"{folder / config_file}: {name} is {value!r}, which has no counterpart here (only {right!r})")

@@ -225,7 +225,8 @@ def _match(model, folder: Path, adapters: dict[str, StoredAdapter], config) -> d
     here = {place_of(path): path for path, module in model.named_modules() if hasattr(module, "in_features")}
     unknown = [path for path in adapters if place_of(path) is None or place_of(path) not in here]
     if unknown:
-        raise ValueError(f"{folder}: {len(unknown)} of {len(adapters)} modules aren't in this model: {some(unknown)}")
+        scopes = ", ".join(SCOPES)
+        raise ValueError(f"{folder}: {len(unknown)} of {len(adapters)} modules aren't in this model's {scopes}: {some(unknown)}")
     found = {}
     for path, adapter in adapters.items():
         where = here[place_of(path)]
