@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 
@@ -89,6 +91,20 @@ def test_figures_are_drawn_and_saved_the_same(tmp_path):
     paths = [save_figure(figure, name, tmp_path) for name, figure in figures.items()]
     again = save_figure(quality_figure(runs), "q2", tmp_path)
     assert paths[0].read_bytes() == again.read_bytes()
+
+
+def test_history_figure_marks_stages_and_events():
+    stages = [dict(first_step=1, last_step=4, frozen_until_step=2), dict(first_step=5, last_step=8)]
+    history = [dict(step=i, loss=1.0, grad_norm=2.0, learning_rate=1e-3) for i in range(1, 9)]
+    history[2] |= dict(event="loss jump", rows=[1], loss=5.0)
+    history[5] |= dict(event="gradient spike", rows=[2], grad_norm=7.0)
+    history[6] |= dict(event="skipped: overflow", rows=[3], grad_norm="inf")
+    figure = history_figure([replace(TUNED, history=tuple(history), setup=SETUP | {"stages": stages})])
+    for panel, events in zip(figure.axes, ([(3, 5), (7, 0.98)], [(6, 7), (7, 0.98)], [])):
+        lines = {line.get_linestyle(): line.get_xdata()[0] for line in panel.lines if line.get_linestyle() in ("--", ":")}
+        assert lines == {"--": 4.5, ":": 2.5} and [text.get_text() for text in panel.texts] == ["stage 2"]
+        assert [tuple(xy) for line in panel.lines if line.get_marker() in "^x" for xy in line.get_xydata()] == events
+    figure.canvas.draw()  # infinite norms and all
 
 
 def test_interval():

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import signal
@@ -41,7 +42,7 @@ def test_a_run_trains_its_adapters_and_records_it(name, base, processor, example
 
     assert run == load_run(tmp_path) and run.outcome == "completed"
     assert [entry["step"] for entry in run.history] == [1, 2, 3, 4, 5]
-    assert all(entry["images"] == 8 and entry["tokens"] == 8 * 63 for entry in run.history)
+    assert all(entry["images"] == 8 and entry["tokens"] == 8 * 63 and entry["stage"] == 1 for entry in run.history)
     assert run.history[-1]["loss"] < run.history[0]["loss"]
     assert run.evaluation("validation")["examples"] == 2 and run.evaluation("validation")["step"] == 5
     assert run.setup["forward_dtype"] == "float32"
@@ -170,9 +171,11 @@ def test_what_is_not_finite_stops_the_run_and_is_named(tensor, base, processor, 
 
 
 def test_on_request_a_step_is_skipped_instead(base, processor, examples, tmp_path, monkeypatch):
-    original = RecipeTrainer._guard
+    """Nothing moves then, where a step with zeros would go on by AdamW's momentum."""
+    original, values = RecipeTrainer._guard, []
 
     def spoil(self):
+        values.append(weights(self.model))
         if self.state.global_step == 1:
             adapter_parameters(self.model)[0].parameter.grad.fill_(torch.nan)
         original(self)
@@ -182,6 +185,75 @@ def test_on_request_a_step_is_skipped_instead(base, processor, examples, tmp_pat
     run = train(base, processor, get_recipe("oft_vision", **QUICK), examples, tmp_path, config=config)
     assert run.outcome == "completed" and run.history[1]["event"].startswith("skipped: step 2: not finite")
     assert len(run.history[1]["rows"]) == 4 and "event" not in run.history[2]
+    assert all(torch.equal(values[1][name], values[2][name]) for name in values[0])
+    assert not any(torch.equal(values[0][name], values[1][name]) for name in values[0])
+
+
+def test_eight_skipped_steps_in_a_row_are_a_fault(base, processor, examples, tmp_path, monkeypatch):
+    """Also where a kill came in between: they are counted from the history."""
+    original = RecipeTrainer._guard
+
+    def spoil(self):
+        if self.state.global_step in (0, *range(2, 12)):
+            adapter_parameters(self.model)[0].parameter.grad.fill_(torch.nan)
+        original(self)
+
+    monkeypatch.setattr(RecipeTrainer, "_guard", spoil)
+    recipe, config = get_recipe("oft_vision", **QUICK), TrainConfig(max_steps=20, save_steps=1, on_nonfinite="skip")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            train(base, processor, recipe, examples, tmp_path, config=config)
+    with pytest.raises(NonFinite, match=r"step 10: 8 skipped steps in a row; the last: step 10: not finite .*, rows \["):
+        train(load_model(TINY_BASE), processor, recipe, examples, tmp_path, config=config, resume=True)
+    assert load_run(tmp_path).outcome.startswith("diverged at step 10: 8 skipped steps in a row")
+    assert (tmp_path / "checkpoint-9").is_dir()
+
+
+def scaled(monkeypatch, overflows=()):
+    """Train with a loss scale, as accelerate does in fp16, and let the backwards after so many done steps overflow."""
+    create, step = RecipeTrainer.create_accelerator_and_postprocess, RecipeTrainer.training_step
+
+    def create_with_scaler(self):
+        create(self)
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+
+    def overflow(self, *words, **options):
+        loss = step(self, *words, **options)
+        if self.state.global_step in overflows:
+            adapter_parameters(self.model)[0].parameter.grad[0, 0] = torch.inf
+        return loss
+
+    monkeypatch.setattr(RecipeTrainer, "create_accelerator_and_postprocess", create_with_scaler)
+    monkeypatch.setattr(RecipeTrainer, "training_step", overflow)
+    monkeypatch.setattr("accelerate.Accelerator.mixed_precision", "fp16")
+
+
+def test_a_scalers_skips_are_no_fault_but_eight_in_a_row_are(processor, examples, tmp_path, monkeypatch):
+    recipe = get_recipe("oft_vision", **QUICK)
+    with monkeypatch.context() as patch:
+        scaled(patch, overflows=(1, 2))
+        run = train(load_model(TINY_BASE), processor, recipe, examples, tmp_path / "few", config=TrainConfig(max_steps=4))
+    assert run.outcome == "completed" and [entry["loss_scale"] for entry in run.history] == [2**16, 2**15, 2**14, 2**14]
+    assert [entry["step"] for entry in run.history if "event" in entry] == [2, 3]
+    assert run.history[1]["event"] == "skipped: overflow in fp16, the loss scale is now 32768"
+    assert len(run.history[1]["rows"]) == 4
+    scaled(monkeypatch, overflows=range(1, 20))
+    with pytest.raises(NonFinite, match="step 9: 8 skipped steps in a row; the last: overflow in fp16.* 256, rows "):
+        train(load_model(TINY_BASE), processor, recipe, examples, tmp_path / "all", config=TrainConfig(max_steps=20))
+
+
+@pytest.mark.parametrize("choice", ["stop", "skip"])
+def test_a_loss_that_is_not_finite_is_a_fault_whatever_the_scale(choice, base, processor, examples, tmp_path, monkeypatch):
+    scaled(monkeypatch)
+    original = RecipeTrainer.compute_loss
+    monkeypatch.setattr(RecipeTrainer, "compute_loss", lambda *words, **options: original(*words, **options) + torch.inf)
+    config = TrainConfig(max_steps=1, on_nonfinite=choice)
+    stops = pytest.raises(NonFinite, match=r"in the loss; losses \[inf\], rows \[")
+    with contextlib.nullcontext() if choice == "skip" else stops:
+        run = train(base, processor, get_recipe("oft_vision", **QUICK), examples, tmp_path, config=config)
+        assert run.history[0]["event"].startswith("skipped: step 1: not finite in the loss")
+    assert all(not item.parameter.any() for item in adapter_parameters(base))
 
 
 def test_a_killed_write_is_never_the_newest_checkpoint(processor, examples, tmp_path, monkeypatch):
@@ -204,10 +276,12 @@ def test_a_killed_write_is_never_the_newest_checkpoint(processor, examples, tmp_
 
 def test_jumps_are_noted_with_their_rows():
     watch = Watch(torch.device("cpu"))
-    watch.history = [dict(loss=1.0 + 0.01 * (i % 3), grad_norm=2.0) for i in range(20)]
-    assert watch.jump(dict(loss=1.5, grad_norm=2.0)) is None
-    assert watch.jump(dict(loss=2.5, grad_norm=2.0)) == "loss jump"
-    assert watch.jump(dict(loss=1.0, grad_norm=9.0)) == "gradient spike"
+    usual = [dict(stage=1, loss=1.0 + 0.01 * (i % 3), grad_norm=2.0) for i in range(20)]
+    watch.history = usual + [dict(stage=1, loss="nan", grad_norm=0.0, event="skipped: x")] * 10
+    assert watch.jump(dict(stage=1, loss=1.5, grad_norm=2.0)) is None
+    assert watch.jump(dict(stage=1, loss=2.5, grad_norm=2.0)) == "loss jump"
+    assert watch.jump(dict(stage=1, loss=1.0, grad_norm=9.0)) == "gradient spike"
+    assert watch.jump(dict(stage=2, loss=1.0, grad_norm=9.0)) is None  # more trains there: nothing to compare with yet
 
 
 def test_growth_is_warned_of_once_in_a_while():

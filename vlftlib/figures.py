@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from vlftlib.recipes import RECIPES
-from vlftlib.runs import RunRecord
+from vlftlib.runs import SKIPPED, RunRecord
 from vlftlib.tables import MANY_CLASSES, REPORTED, comparison_table
 
 FIGURES = Path(__file__).parent.parent / "figures"
@@ -71,7 +71,11 @@ def wilson_interval(share: float, n: int, z: float = 1.96) -> tuple[float, float
 
 
 def history_figure(runs: Sequence[RunRecord]) -> Figure:
-    """Loss, gradient norm and learning rate by optimizer step; a line where a stage begins."""
+    """Loss, gradient norm and learning rate by optimizer step, with each run's stages and events.
+
+    A dashed line in the run's colour stands where a later stage begins, a dotted one where its frozen blocks begin to train.
+    Triangles are loss jumps and gradient spikes; a cross at the panel's upper edge is a skipped step.
+    """
     figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
     trained = [run for run in runs if run.history]
     for run, colour in zip(trained, _palette([run.name for run in trained]).values()):
@@ -81,6 +85,8 @@ def history_figure(runs: Sequence[RunRecord]) -> Figure:
             panel.plot(history["step"], values, color=colour, alpha=0.25 if column != "learning_rate" else 1, linewidth=0.8)
             if column != "learning_rate":
                 panel.plot(history["step"], values.rolling(15, min_periods=1).median(), color=colour, label=run.name)
+                _mark_events(panel, history.assign(value=values), column, colour)
+            _mark_stages(panel, run.setup.get("stages", ()), colour)
     for panel, title in zip(axes, ("loss", "gradient norm before clipping", "learning rate")):
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("optimizer step")
@@ -90,6 +96,27 @@ def history_figure(runs: Sequence[RunRecord]) -> Figure:
     figure.suptitle(f"Training, measured ({_where(trained)}); line: running median of 15 steps", fontsize=10)
     sns.despine(figure)
     return figure
+
+
+def _mark_stages(panel: plt.Axes, stages: Sequence[dict], colour) -> None:
+    edge = panel.get_xaxis_transform()  # x in steps, y as a share of the panel's height
+    for number, stage in enumerate(stages, 1):
+        if number > 1:
+            panel.axvline(stage["first_step"] - 0.5, color=colour, linestyle="--", linewidth=0.8)
+            panel.text(stage["first_step"], 0.02, f"stage {number}", color=colour, fontsize=7, transform=edge)
+        if stage["first_step"] <= stage.get("frozen_until_step", 0) < stage["last_step"]:
+            panel.axvline(stage["frozen_until_step"] + 0.5, color=colour, linestyle=":", linewidth=0.8)
+
+
+def _mark_events(panel: plt.Axes, history: pd.DataFrame, column: str, colour) -> None:
+    if "event" not in history:
+        return
+    kind = {"loss": "loss jump", "grad_norm": "gradient spike"}[column]
+    odd = history[history["event"] == kind]
+    panel.plot(odd["step"], odd["value"], linestyle="", marker="^", markersize=5, color=colour, markeredgecolor=GREY)
+    skipped = history[history["event"].astype(str).str.startswith(SKIPPED)]
+    top = panel.get_xaxis_transform()
+    panel.plot(skipped["step"], [0.98] * len(skipped), linestyle="", marker="x", markersize=5, color=colour, transform=top)
 
 
 def cost_figure(runs: Sequence[RunRecord]) -> Figure:

@@ -15,6 +15,7 @@ from vlftlib.models import hash_model, quantized_weights
 SCHEMA = 1
 FILE = "run.json"
 COMPLETED, INTERRUPTED = "completed", "interrupted"
+SKIPPED = "skipped"  # how the event of a step that changed nothing begins
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,10 @@ class RunRecord:
     Attributes:
         name: the recipe's name, or "base" for an evaluation of the untuned model.
         outcome: "completed", "interrupted at step n" or "failed at step n: ..."; a reader can rely on its first word.
-        setup: recipe and overrides, model, data, seed, device, versions and commit, all as plain values.
+        setup: recipe and overrides, stages and optimizer groups, model, data, seed, device, versions and commit, as plain values.
         measured: parameters, step_time_s, peak_memory_bytes, operators_per_step, images_per_second, duration_s; a value
             that wasn't measured is absent.
-        history: one entry an optimizer step: step, stage, loss, grad_norm, learning_rate, step_time_s, images, tokens.
+        history: one entry an optimizer step, see `watch.Watch`.
         evaluations: one entry an evaluation: split, step, examples, accuracy, attributes, unparsable, images_per_second.
     """
 

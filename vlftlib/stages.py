@@ -11,6 +11,7 @@ from vlftlib.adapters import AdapterParameter, adapter_parameters, stage_paramet
 from vlftlib.recipe_parts import TOWER_RULES
 from vlftlib.recipes import Recipe, Stage
 from vlftlib.scopes import words_of
+from vlftlib.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,15 @@ def _grouped(model: torch.nn.Module, recipe: Recipe) -> dict[tuple[float, ...], 
 
 
 class StageSwitch(TrainerCallback):
-    """Lets the current stage's adapters, and no others, get gradients."""
+    """Lets the current stage's adapters, and no others, get gradients; tells the watch the stage's number."""
 
-    def __init__(self, model: torch.nn.Module, spans: Sequence[Span]):
-        self.model, self.spans = model, spans
+    def __init__(self, model: torch.nn.Module, spans: Sequence[Span], watch: Watch):
+        self.model, self.spans, self.watch = model, spans, watch
         self.now: tuple | None = None
 
     def on_step_begin(self, args, state, control, **kwargs):
-        span = self.spans[stage_at(state.global_step, self.spans)]
+        place = stage_at(state.global_step, self.spans)
+        span, self.watch.stage = self.spans[place], place + 1
         wanted = span.stage, span.frozen_blocks(state.global_step)
         if wanted != self.now:
             stage_parameters(self.model, *wanted)

@@ -34,7 +34,7 @@ from vlftlib.memory import checkpoint_blocks, peak_memory_bytes, reset_peak_memo
 from vlftlib.operators import operator_census
 from vlftlib.recipes import Recipe
 from vlftlib.stages import StageSwitch, describe_groups, parameter_groups, plan_stages, stage_schedule
-from vlftlib.watch import NonFinite, Watch
+from vlftlib.watch import NonFinite, Watch, in_any_process
 
 TRAINABLE, HISTORY = "trainable.safetensors", "history.json"
 KEPT = 2  # checkpoints
@@ -242,7 +242,7 @@ class RecipeTrainer(Trainer):
                 args=arguments,
                 train_dataset=dataset,
                 data_collator=VisionLanguageCollator(processor),
-                callbacks=[StageSwitch(model, self.spans), watch],
+                callbacks=[StageSwitch(model, self.spans, watch), watch],
             )
         finally:
             model._hf_peft_config_loaded = told
@@ -285,19 +285,22 @@ class RecipeTrainer(Trainer):
         return loss
 
     def _guard(self) -> None:
-        """Nothing that isn't finite reaches the optimizer; with a loss scale, an overflow is the scaler's business."""
+        """Nothing that isn't finite reaches the optimizer; with a loss scale, a gradient's overflow is the scaler's business."""
         losses, self.losses = torch.stack(self.losses), []
-        if self.accelerator.scaler is not None:
+        scaled = self.accelerator.scaler is not None
+        items = [] if scaled else adapter_parameters(self.model)
+        grads = {item.name: item.parameter.grad for item in items if item.parameter.grad is not None}
+        fault = in_any_process(self.watch.fault(losses, grads), self.args.device)
+        if fault is None:
             return
-        grads = {item.name: item.parameter.grad for item in adapter_parameters(self.model) if item.parameter.grad is not None}
-        try:
-            self.watch.check(losses, grads)
-        except NonFinite as fault:
-            if self.config.on_nonfinite == "stop":
-                raise
-            for gradient in grads.values():
-                gradient.zero_()
-            self.watch.skipped(str(fault))
+        if self.config.on_nonfinite == "stop":
+            raise NonFinite(fault)
+        for item in adapter_parameters(self.model):
+            if not scaled:
+                item.parameter.grad = None  # AdamW leaves these alone, where zeros would still move them by their momentum
+            elif item.parameter.grad is not None:
+                item.parameter.grad.fill_(torch.inf)  # the scaler skips the step
+        self.watch.skipped(fault)
 
     def count_operators(self) -> int:
         """Aten calls other than views in the forward and backward of one micro-batch."""

@@ -1,5 +1,6 @@
 """What is seen of a run while it runs: history, progress bar, faults, jumps and leaks."""
 
+import itertools
 import math
 import statistics
 import time
@@ -8,8 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 import torch
+from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
+
+from vlftlib.runs import SKIPPED
 
 WINDOW = 20  # steps that a jump is judged against
 MAX_SKIPS = 8  # a loss scale that is halved so often in a row finds nothing to scale
@@ -19,17 +23,37 @@ class NonFinite(ArithmeticError):
     """A loss or gradient that is not a number or infinite; the message names step, rows and tensor."""
 
 
+def sum_over_processes(*numbers: int, device: torch.device) -> list[int]:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return list(numbers)
+    total = torch.tensor(numbers, dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(total)
+    return total.tolist()
+
+
+def in_any_process(fault: str | None, device: torch.device) -> str | None:
+    """The fault of the first process that has one, in all of them: they stop or go on together."""
+    if not sum_over_processes(fault is not None, device=device)[0]:
+        return None
+    return next(each for each in gather_object([fault]) if each)
+
+
+def _was_skipped(entry: Mapping[str, object]) -> bool:
+    return str(entry.get("event")).startswith(SKIPPED)
+
+
 class Watch(TrainerCallback):
     """Keeps the history, one entry an optimizer step, shows it in a progress bar, and notes what is odd.
 
-    An entry has step, loss, grad_norm (before clipping), learning_rate, step_time_s (from the end of one step to the end of the
-    next, checkpoints and evaluations left out), data_wait_s, images, tokens and memory_bytes; in fp16 also loss_scale, after
-    the step; and rows and event ("loss jump", "gradient spike", "skipped: ...") where there is one.
+    An entry has step, stage (from 1), loss, grad_norm (before clipping), learning_rate, step_time_s (from the end of one step to
+    the end of the next, checkpoints and evaluations left out), data_wait_s, images and tokens (of all processes) and
+    memory_bytes; in fp16 also loss_scale, after the step; and where there is one the event ("loss jump", "gradient spike",
+    "skipped: ...") with its rows: the places, from 0, of the batch's examples among those that are trained on.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.history, self.evaluations, self.bar, self.step = device, [], [], None, 0
-        self.images = self.skips = 0
+        self.stage, self.images = 1, 0
         self.tokens: list[torch.Tensor] = []
         self.rows: list[int] = []
         self.event: str | None = None
@@ -71,55 +95,58 @@ class Watch(TrainerCallback):
             )
         self.reached = set(trained)
 
-    def check(self, losses: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Look at an optimizer step's losses and gradients, before clipping.
-
-        Raises:
-            NonFinite: one isn't finite.
-        """
-        norms = torch.stack([*torch._foreach_norm(list(gradients.values())), losses.float().norm()])
+    def fault(self, losses: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> str | None:
+        """What isn't finite among an optimizer step's losses and its gradients before clipping; None where all is."""
+        norms = torch._foreach_norm(list(gradients.values())) if gradients else ()
+        norms = torch.stack([*norms, losses.float().norm()])
         if torch.isfinite(norms.sum()):  # one wait for the device
-            return
+            return None
         names = [name for name, norm in zip(gradients, norms) if not torch.isfinite(norm)]
         place = f"in the gradient of {names[0]} and {len(names) - 1} more" if names else "in the loss"
         shown = [round(loss, 4) for loss in losses.tolist()]
-        raise NonFinite(f"step {self.step + 1}: not finite {place}; losses {shown}, rows {sorted(self.rows)}")
+        return f"step {self.step + 1}: not finite {place}; losses {shown}, rows {sorted(self.rows)}"
 
     def skipped(self, reason: str) -> None:
-        """An optimizer step that changed nothing: a loss scale's overflow, or a step left out on request."""
-        self.event, self.skips = f"skipped: {reason}", self.skips + 1
-        if self.skips >= MAX_SKIPS:
-            raise NonFinite(f"step {self.step + 1}: {self.skips} skipped steps in a row, rows {sorted(self.rows)} in the last")
+        """An optimizer step that changed nothing: a loss scale's overflow, or a step left out on request.
+
+        Raises:
+            NonFinite: it is the eighth in a row.
+        """
+        self.event = f"{SKIPPED}: {reason}"
+        skips = 1 + len(list(itertools.takewhile(_was_skipped, reversed(self.history))))
+        if skips >= MAX_SKIPS:
+            rows = sorted(gather_object(self.rows))
+            raise NonFinite(f"step {self.step + 1}: {skips} skipped steps in a row; the last: {reason}, rows {rows}")
 
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         if optimizer.scaler is None:  # accelerate's optimizer: nothing is scaled outside fp16
             return
         self.loss_scale = optimizer.scaler.get_scale()
-        if optimizer.step_was_skipped:
+        if optimizer.step_was_skipped and self.event is None:  # or the step was left out for another reason
             self.skipped(f"overflow in fp16, the loss scale is now {self.loss_scale:g}")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "grad_norm" not in logs:  # the summary after the last step
             return
         now = time.perf_counter()  # the loss has been read: the device is done with the step
+        images, tokens = sum_over_processes(self.images, int(sum(self.tokens)), device=args.device)
         entry = dict(
             step=state.global_step,
+            stage=self.stage,
             loss=logs["loss"],
             grad_norm=logs["grad_norm"],
             learning_rate=logs["learning_rate"],
             step_time_s=now - self.mark,
             data_wait_s=self.waited,
-            images=self.images,
-            tokens=int(sum(self.tokens)),
+            images=images,
+            tokens=tokens,
             memory_bytes=self.memory(),
         )
         if self.loss_scale is not None:
             entry["loss_scale"] = self.loss_scale
-        if self.event is None:
-            self.skips = 0
         self.event = self.event or self.jump(entry)
-        if self.event:
-            entry |= dict(event=self.event, rows=sorted(self.rows))
+        if self.event:  # in every process: loss and gradient norm are the same there
+            entry |= dict(event=self.event, rows=sorted(gather_object(self.rows)))
         # JSON has no infinity: a skipped step's gradient norm is kept as text.
         self.history.append({k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()})
         self.images, self.tokens, self.rows, self.event = 0, [], [], None
@@ -141,9 +168,10 @@ class Watch(TrainerCallback):
         return torch.accelerator.memory_allocated(self.device)
 
     def jump(self, entry: Mapping[str, float]) -> str | None:
-        """Whether a step's loss or gradient norm stands out of the last ones: above twice their median and six deviations."""
+        """Whether a step stands out of its stage's last ones: loss or gradient norm above twice their median and six deviations."""
         for key, name in (("loss", "loss jump"), ("grad_norm", "gradient spike")):
-            recent = [past[key] for past in self.history[-WINDOW:] if isinstance(past[key], float)]
+            alike = [past for past in self.history[-3 * WINDOW :] if past["stage"] == entry["stage"] and not _was_skipped(past)]
+            recent = [past[key] for past in alike[-WINDOW:]]
             if len(recent) < WINDOW:
                 continue
             median = statistics.median(recent)
