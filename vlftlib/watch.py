@@ -168,7 +168,7 @@ class Watch(TrainerCallback):
         return torch.accelerator.memory_allocated(self.device)
 
     def jump(self, entry: Mapping[str, float]) -> str | None:
-        """Whether a step stands out of its stage's last ones: loss or gradient norm above twice their median and six deviations."""
+        """Whether loss or gradient norm stands out of the stage's last ones: above twice their median and six deviations."""
         for key, name in (("loss", "loss jump"), ("grad_norm", "gradient spike")):
             alike = [past for past in self.history[-3 * WINDOW :] if past["stage"] == entry["stage"] and not _was_skipped(past)]
             recent = [past[key] for past in alike[-WINDOW:]]
