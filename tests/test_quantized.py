@@ -1,15 +1,18 @@
 """A base in 4 or 8 bits by bitsandbytes, on its CPU path: loaded, trained on through the Trainer, saved, not merged into."""
 
+import shutil
+
 import pytest
 import torch
 
 from vlftlib.__main__ import main
-from vlftlib.adapters import adapter_parameters, apply_recipe, count_parameters, load_adapters, merge_adapters
+from vlftlib.adapters import adapter_parameters, apply_recipe, count_parameters, load_adapters, merge_adapters, save_adapters
 from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
 from vlftlib.models import TINY_BASE, load_model
 from vlftlib.reading import write_examples
 from vlftlib.recipes import get_recipe
 from vlftlib.runs import load_run
+from vlftlib.stock_folder import write_merged
 from vlftlib.trainer import TrainConfig, train
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes holds the base in 4 and 8 bits")
@@ -93,3 +96,9 @@ def test_a_base_saved_in_4bit_is_loaded_as_it_is(batch, tmp_path):
     torch.testing.assert_close(logits(load_model(tmp_path / "small"), batch), logits(model, batch), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="quantised already: load it without weights='8bit'"):
         load_model(tmp_path / "small", weights="8bit")
+    save_adapters(apply_recipe(model, get_recipe("oft_vision")), tmp_path / "adapters")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json"):
+        shutil.copy(TINY_BASE / name, tmp_path / "small")
+    with pytest.raises(ValueError, match="is quantised: load the base in full precision and merge into that"):
+        write_merged(tmp_path / "small", tmp_path / "adapters", tmp_path / "merged")
+    assert write_merged(TINY_BASE, tmp_path / "adapters", tmp_path / "merged").passed

@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, GenerationConfig
 
 from vlftlib import stock_folder
 from vlftlib.adapters import adapter_parameters, apply_recipe, load_adapters, save_adapters
 from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
+from vlftlib.images import load_image
 from vlftlib.models import TINY_BASE, load_model, load_processor
 from vlftlib.recipes import get_recipe
 from vlftlib.stock_folder import STOCK_FILES, write_merged
@@ -48,6 +49,20 @@ def test_a_merged_folder_is_a_stock_one(saved, processor, examples, tmp_path, dt
     assert (got - want).abs().max() < {torch.float32: 1e-4, torch.bfloat16: 1}[dtype]
     with pytest.raises(FileExistsError, match="choose a new folder"):
         write_merged(TINY_BASE, saved, folder)
+
+
+def test_plain_transformers_loads_all_of_it_where_torchvision_is(saved, processor, examples, tmp_path):
+    pytest.importorskip("torchvision", reason="transformers' own Qwen2.5-VL processor needs torchvision")
+    write_merged(TINY_BASE, saved, tmp_path / "merged")
+    plain = AutoProcessor.from_pretrained(tmp_path / "merged")
+    assert type(plain).__name__ == "Qwen2_5_VLProcessor" and type(plain.video_processor).__name__ == "Qwen2VLVideoProcessor"
+    picture = load_image(examples[0].images[0])
+    turn = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
+    text = processor.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    assert plain.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) == text
+    want, got = (p(images=[picture], text=[text], return_tensors="pt") for p in (processor, plain))
+    assert torch.equal(got["input_ids"], want["input_ids"]) and torch.equal(got["image_grid_thw"], want["image_grid_thw"])
+    assert (got["pixel_values"] - want["pixel_values"]).abs().mean() < 0.02  # torchvision's resizing is another
 
 
 def test_a_folder_that_is_wrong_is_not_kept(saved, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ _NAMES = {
     name: module
     for module, names in {
         "adapters": "select_modules apply_lora apply_oft apply_recipe count_parameters save_adapters load_adapters "
-        "merge_adapters unmerge_adapters",
+        "merge_adapters unmerge_adapters check_merge",
         "dataset": "load_examples VisionLanguageDataset VisionLanguageCollator",
         "devices": "get_device platform_policy describe_environment",
         "evaluation": "evaluate predict",
@@ -23,6 +23,7 @@ _NAMES = {
         "plan": "plan_memory",
         "recipes": "get_recipe",
         "runs": "RunRecord load_runs",
+        "stock_folder": "write_merged",
         "trainer": "TrainConfig train",
     }.items()
     for name in names.split()
