@@ -14,7 +14,6 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 def train(arguments) -> int:
     from vlftlib.devices import get_device, platform_policy
-    from vlftlib.models import load_processor
     from vlftlib.samples import load_splits
     from vlftlib.trainer import TrainConfig
     from vlftlib.trainer import train as run_training
@@ -25,7 +24,7 @@ def train(arguments) -> int:
     splits = load_splits(arguments.data, arguments.root)
     _report_rejected(splits)
     model = _load(arguments, policy, device)
-    processor = load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels)
+    processor = _processor(arguments)
     record = run_training(
         model,
         processor,
@@ -39,6 +38,7 @@ def train(arguments) -> int:
             save_steps=arguments.save_steps,
             max_length=arguments.max_length,
             group_by_length=arguments.group_by_length,
+            graph_mode=arguments.graph_mode,
             gradient_checkpointing=arguments.gradient_checkpointing,
             eval_steps=tuple(arguments.eval_steps),
             on_nonfinite=arguments.on_nonfinite,
@@ -55,7 +55,6 @@ def train(arguments) -> int:
 def evaluate(arguments) -> int:
     from vlftlib.comparison import evaluate_run
     from vlftlib.devices import get_device, platform_policy
-    from vlftlib.models import load_processor
     from vlftlib.samples import load_splits
 
     device = get_device(arguments.device)
@@ -64,7 +63,7 @@ def evaluate(arguments) -> int:
     _report_rejected(splits)
     record = evaluate_run(
         _load(arguments, policy, device),
-        load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels),
+        _processor(arguments),
         splits,
         arguments.output,
         policy=policy,
@@ -82,7 +81,6 @@ def predict(arguments) -> int:
     from vlftlib.devices import get_device, platform_policy
     from vlftlib.evaluation import ask
     from vlftlib.images import ImageError
-    from vlftlib.models import load_processor
 
     pictures = []
     for path in arguments.pictures:
@@ -99,7 +97,7 @@ def predict(arguments) -> int:
     model = _load(arguments, policy, device)
     if arguments.adapters:
         load_adapters(model, arguments.adapters)
-    processor = load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels)
+    processor = _processor(arguments)
     failed = 0
     for start in range(0, len(pictures), arguments.batch_size):
         for path, answer in ask(model, processor, pictures[start : start + arguments.batch_size], question):
@@ -124,7 +122,7 @@ def compare(arguments) -> int:
             arguments.recipe = name
             _recipe(arguments)
         shared = ["--model", str(arguments.model), "--data", str(arguments.data)]
-        for flag in ("device", "root", "min_pixels", "max_pixels", "attention", "weights"):
+        for flag in ("device", "root", "min_pixels", "max_pixels", "fixed_grid", "attention", "weights"):
             if getattr(arguments, flag) is not None:
                 shared += [f"--{flag.replace('_', '-')}", str(getattr(arguments, flag))]
         training = [f"--set={pair}" for pair in arguments.set] + ["--seed", str(arguments.seed)]
@@ -290,6 +288,19 @@ def _report_rejected(splits) -> None:
         print(f"rejected: {len(splits.rejected)} rows in all", file=sys.stderr)
 
 
+def _processor(arguments):
+    """The processor, its pictures' sizes as asked for, or else as the adapters' run had them."""
+    from vlftlib.models import load_processor
+    from vlftlib.runs import FILE, load_run
+
+    sizes = {name: getattr(arguments, name) for name in ("min_pixels", "max_pixels", "fixed_grid")}
+    adapters = getattr(arguments, "adapters", None)
+    if adapters and (record := adapters.resolve().parent / FILE).exists():
+        trained = load_run(record).setup.get("processor", {})
+        sizes = {name: trained.get(name) if value is None else value for name, value in sizes.items()}
+    return load_processor(arguments.model, **sizes)
+
+
 def _trained_question(adapters: Path | None) -> str:
     """The question that a run was trained on, from the record beside its adapters; the products' without one."""
     from vlftlib.runs import FILE, load_run
@@ -317,6 +328,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--weights", choices=("4bit", "8bit"), help="quantise the base's weights, by bitsandbytes")
         command.add_argument("--min-pixels", type=int, help="smaller pictures are enlarged to this many; the model's by default")
         command.add_argument("--max-pixels", type=int, help="larger pictures are shrunk to this many; the model's by default")
+        command.add_argument("--fixed-grid", metavar="SIZES", help="bring pictures to these, as 448x448,560x336; off by default")
 
     def add_data(command) -> None:
         command.add_argument("--data", default="products", help="products, elpv, or a file of examples")
@@ -338,6 +350,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--eval-steps", type=int, nargs="+", default=[], help="steps after which the validation part is answered")
     command.add_argument("--max-length", type=int, default=4096, help="examples of more tokens are rejected")
     command.add_argument("--group-by-length", action="store_true", help="examples of like length share a batch: less padding")
+    command.add_argument("--graph-mode", action="store_true", help="under torch.compile; needs --fixed-grid; untested on an NPU")
     command.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations, in both towers")
     command.add_argument("--on-nonfinite", choices=("stop", "skip"), default="stop", help="a loss or gradient that isn't finite")
     command.add_argument("--tensorboard", action="store_true", help="also log for TensorBoard, if that is installed")

@@ -51,7 +51,7 @@ def evaluate_run(
     unknown = [name for name in names if name not in splits.parts]
     if unknown:
         raise ValueError(f"data {splits.name} has no split {unknown[0]!r}: it has {', '.join(splits.parts)}")
-    setup = describe_run(model, policy, recipe=None, data=splits.describe(), adapters=adapters and str(adapters))
+    setup = describe_run(model, processor, policy, recipe=None, data=splits.describe(), adapters=adapters and str(adapters))
     if adapters:
         load_adapters(model, adapters)
     began = time.perf_counter()

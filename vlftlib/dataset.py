@@ -9,7 +9,8 @@ from torch.utils.data import Dataset
 
 from vlftlib.encoding import IGNORED, ChatEncoder
 from vlftlib.forms import Example, RowError
-from vlftlib.images import ImageError, image_size, load_image
+from vlftlib.grids import grid_of, to_grid
+from vlftlib.images import ImageError, image_size, load_image, upright_size
 from vlftlib.reading import LoadedExamples, Rejection, load_examples, write_examples
 
 __all__ = [
@@ -98,7 +99,9 @@ class VisionLanguageDataset(Dataset):
     def count_tokens(self, example: Example) -> int:
         """The length of an example's item, from its texts and its pictures' headers alone."""
         example = _without_answer(example) if self.prompts else example
-        counts = [count_image_tokens(self.processor, *image_size(image)) for image in example.images]
+        # Which of several sizes a picture is brought to depends on which side is up.
+        size = image_size if grid_of(self.processor) is None else upright_size
+        counts = [count_image_tokens(self.processor, *size(image)) for image in example.images]
         return len(self.encoder.encode(example, counts, self.prompts)[0])
 
     @functools.cached_property
@@ -114,7 +117,8 @@ class VisionLanguageDataset(Dataset):
         item, counts = {}, []
         try:
             if example.images:
-                pictures = self.processor.image_processor([load_image(image) for image in example.images], return_tensors="pt")
+                pictures = to_grid(self.processor, [load_image(image) for image in example.images])
+                pictures = self.processor.image_processor(pictures, return_tensors="pt")
                 item = {"pixel_values": pictures["pixel_values"], "image_grid_thw": pictures["image_grid_thw"]}
                 merged = self.processor.image_processor.merge_size**2
                 counts = (item["image_grid_thw"].prod(-1) // merged).tolist()
@@ -182,6 +186,8 @@ def _drop_oldest(example: Example) -> Example | None:
 def count_image_tokens(processor, width: int, height: int) -> int:
     """The number of tokens that a picture of this size (px) takes."""
     images = processor.image_processor
+    if (grid := grid_of(processor)) is not None:
+        width, height = grid.choose(width, height)
     return images.get_number_of_image_patches(height, width, {}) // images.merge_size**2
 
 
@@ -191,17 +197,18 @@ class VisionLanguageCollator:
     Args:
         processor: whose tokenizer names the padding token.
         padding_side: "right" for training, "left" for generation.
+        multiple: texts are padded to a multiple of so many tokens.
 
     Raises:
         ValueError: another side, or a tokenizer without a padding token.
     """
 
-    def __init__(self, processor, padding_side: str = "right"):
+    def __init__(self, processor, padding_side: str = "right", multiple: int = 1):
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side {padding_side!r}: use left or right")
         if processor.tokenizer.pad_token_id is None:
             raise ValueError("the tokenizer has no padding token: set tokenizer.pad_token")
-        self.padding_side = padding_side
+        self.padding_side, self.multiple = padding_side, multiple
         self.padding = {
             "input_ids": processor.tokenizer.pad_token_id,
             "attention_mask": 0,
@@ -215,6 +222,10 @@ class VisionLanguageCollator:
             if key in items[0]:
                 rows = [item[key] for item in items]
                 batch[key] = torch.nn.utils.rnn.pad_sequence(rows, True, value, self.padding_side)
+                more = -batch[key].shape[1] % self.multiple
+                if more:
+                    sides = (0, more) if self.padding_side == "right" else (more, 0)
+                    batch[key] = torch.nn.functional.pad(batch[key], sides, value=value)
         if "row" in items[0]:
             batch["row"] = torch.stack([item["row"] for item in items])
         for key in ("pixel_values", "image_grid_thw"):

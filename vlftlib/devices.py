@@ -160,6 +160,7 @@ class PlatformPolicy:
         start_method: how they start; None is Python's default.
         max_dropout: a recipe's larger dropout is cut to this; None leaves it.
         backend: torch.distributed's backend.
+        graph_backend: torch.compile's backend, where graph mode is asked for.
         reduced_float32: whether float32 products may be rounded to TF32 (cuda) or HF32 (npu).
         environment: variables and the least value each should have.
         why: for every setting the reason and its source.
@@ -175,6 +176,7 @@ class PlatformPolicy:
     start_method: str | None
     max_dropout: float | None
     backend: str
+    graph_backend: str
     reduced_float32: bool
     environment: dict[str, int] = field(hash=False)
     why: dict[str, str] = field(hash=False, repr=False)

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
 from vlftlib.forms import Example
+from vlftlib.graph_mode import uncompiled
 from vlftlib.images import ImageError, load_image
 
 ANSWERS = "answers.jsonl"  # beside a run record
@@ -110,7 +111,8 @@ def predict(
         for inputs in batches:
             inputs = {key: value.to(model.device) for key, value in inputs.items()}
             greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
-            tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, **greedy)
+            with uncompiled(model):  # each token would be a new shape
+                tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, **greedy)
             answers += processor.tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             bar.update(len(tokens))
     model.train(mode)

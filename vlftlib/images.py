@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
-from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO", "PCX", "DIB", "PSD")
 MAX_PIXELS = 128_000_000  # a phone's 108 megapixels pass; decoding needs up to 10 bytes a pixel at its peak
@@ -76,6 +76,20 @@ def image_size(source: str | os.PathLike) -> tuple[int, int]:
     """
     with open_image(source) as image:
         return image.size
+
+
+def upright_size(source: str | os.PathLike) -> tuple[int, int]:
+    """(width, height) in px of the picture as `load_image` gives it; some formats are read whole for it.
+
+    Raises:
+        ImageError: as `open_image`.
+    """
+    with open_image(source) as image:
+        width, height = image.size
+        orientation = 1
+        with suppress(Exception):  # as in `_turn_upright`
+            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 
 def load_image(source: str | os.PathLike) -> Image.Image:

@@ -22,12 +22,16 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from vlftlib.grids import FixedGrid, parse_grid
+
 TINY_BASE = Path(__file__).parent.parent / "data" / "tiny-base"
 MODEL_TYPE = "qwen2_5_vl"
 
 
 class ImageTextProcessor(Qwen2_5_VLProcessor):
-    """`Qwen2_5_VLProcessor` for images and text; refuses videos by name."""
+    """`Qwen2_5_VLProcessor` for images and text; refuses videos by name. `fixed_grid` is read by the data set."""
+
+    fixed_grid: FixedGrid | None = None
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
         super(Qwen2_5_VLProcessor, self).__init__(image_processor, tokenizer, chat_template=chat_template)
@@ -112,7 +116,10 @@ def quantized_weights(model: torch.nn.Module) -> str | None:
 
 
 def load_processor(
-    name_or_path: str | os.PathLike, min_pixels: int | None = None, max_pixels: int | None = None
+    name_or_path: str | os.PathLike,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    fixed_grid: str | None = None,
 ) -> ImageTextProcessor:
     """Load tokenizer, chat template and image processor.
 
@@ -120,10 +127,12 @@ def load_processor(
         name_or_path: a model's folder or hub name.
         min_pixels: smaller pictures are enlarged to at least this many pixels; None keeps the model's own value.
         max_pixels: larger pictures are shrunk to at most this many pixels; None keeps the model's own value.
+        fixed_grid: sizes in px that every picture is brought to, as "448x448" or "448x448,560x336", see `grids`; the same in
+            training and evaluation, as all of this.
 
     Raises:
         FileNotFoundError: the folder or the hub name can't be read.
-        ValueError: min_pixels is above max_pixels, or the tokenizer has no chat template.
+        ValueError: min_pixels is above max_pixels, a fixed_grid that doesn't fit, or the tokenizer has no chat template.
     """
     source = resolve_source(name_or_path)
     limits = {key: value for key, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if value is not None}
@@ -135,7 +144,9 @@ def load_processor(
     if template is None:
         raise ValueError(f"{name_or_path}: no chat template in the tokenizer's files: copy those of the published model")
     tokenizer.chat_template = template
-    return ImageTextProcessor(images, tokenizer, chat_template=template)
+    processor = ImageTextProcessor(images, tokenizer, chat_template=template)
+    processor.fixed_grid = fixed_grid and parse_grid(fixed_grid, images)
+    return processor
 
 
 def resolve_source(name_or_path: str | os.PathLike) -> str:

@@ -20,6 +20,7 @@ def npu_settings() -> dict[str, tuple]:
         "start_method": ("spawn", "an NPU context doesn't survive a fork (torch_npu.npu: use the 'spawn' start method)"),
         "max_dropout": (0.02, "more is unsteady there, and the masks come from another stream than CUDA's (Report C)"),
         "backend": ("hccl", "the only collective library for the chip (accelerate's state.py)"),
+        "graph_backend": ("npu", "torch_npu's own; this project has never run it: graph mode on an NPU is untested"),
         "reduced_float32": (False, "torch.npu.conv.allow_hf32 defaults to True and would round the patch embedding"),
     }
 
@@ -35,6 +36,7 @@ def cuda_settings() -> dict[str, tuple]:
         "start_method": (None, "workers never touch the device, so Python's default is safe"),
         "max_dropout": (None, "no limit known"),
         "backend": ("nccl", "torch.distributed's choice for CUDA"),
+        "graph_backend": ("inductor", "torch.compile's default; used in graph mode alone"),
         "reduced_float32": (False, "cuDNN's TF32 is on by default and would round a float32 patch embedding"),
     }
 
@@ -50,5 +52,6 @@ def cpu_settings() -> dict[str, tuple]:
         "start_method": (None, "the worker touches no device, so Python's default is safe"),
         "max_dropout": (None, "no limit known"),
         "backend": ("gloo", "torch.distributed's choice for CPUs"),
+        "graph_backend": ("inductor", "torch.compile's default; used in graph mode alone"),
         "reduced_float32": (False, "nothing rounds float32 there"),
     }

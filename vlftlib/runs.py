@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vlftlib.devices import REHEARSAL, PlatformPolicy, describe_environment
+from vlftlib.grids import grid_of
 from vlftlib.models import hash_model, quantized_weights
 
 SCHEMA = 1
@@ -70,11 +71,13 @@ class RunRecord:
         return folder / FILE
 
 
-def describe_run(model, policy: PlatformPolicy, *, recipe: dict | None, data: dict, **more) -> dict:
+def describe_run(model, processor, policy: PlatformPolicy, *, recipe: dict | None, data: dict, **more) -> dict:
     """A record's setup as plain values: what ran on what, with which software and commit; `more` is added to the model's part."""
+    size, grid = processor.image_processor.size, grid_of(processor)
     setup = dict(
         recipe=recipe,
         model=dict(name=str(model.config._name_or_path), hash=hash_model(model), weights=quantized_weights(model)) | more,
+        processor=dict(min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"], fixed_grid=grid and str(grid)),
         data=data,
         policy=policy.as_dict(),
         environment=describe_environment(model.device),

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from vlftlib.dataset import LengthGroupedOrder, VisionLanguageCollator, VisionLa
 from vlftlib.devices import PlatformPolicy, apply_policy, platform_policy
 from vlftlib.evaluation import ANSWERS, evaluate, write_answers
 from vlftlib.forms import Example
+from vlftlib.graph_mode import TEXT_MULTIPLE, compiled
+from vlftlib.grids import grid_of
 from vlftlib.memory import checkpoint_blocks, peak_memory_bytes, reset_peak_memory
 from vlftlib.operators import operator_census
 from vlftlib.recipes import Recipe
@@ -38,7 +41,7 @@ from vlftlib.watch import NonFinite, Watch, in_any_process
 
 TRAINABLE, HISTORY = "trainable.safetensors", "history.json"
 KEPT = 2  # checkpoints
-IDENTITY = ("max_steps", "seed", "max_length", "group_by_length")  # of a config: what a resumed run must share
+IDENTITY = ("max_steps", "seed", "max_length", "group_by_length", "graph_mode")  # of a config: what a resumed run must share
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class TrainConfig:
         save_steps: a checkpoint every so many optimizer steps; the last two are kept.
         max_length: examples of more tokens are rejected, counted in the record.
         group_by_length: put examples of like length into a batch, which saves padding; the order is less random.
+        graph_mode: run the model's blocks under torch.compile; needs a processor with a fixed_grid. On an NPU untested.
         gradient_checkpointing: recompute activations in the backward, in both towers.
         eval_steps: optimizer steps after which the validation examples are answered; the end comes always.
         on_nonfinite: "stop" at the first loss or gradient that isn't finite, or "skip" that step.
@@ -62,6 +66,7 @@ class TrainConfig:
     save_steps: int = 200
     max_length: int | None = 4096
     group_by_length: bool = False
+    graph_mode: bool = False
     gradient_checkpointing: bool = False
     eval_steps: tuple[int, ...] = ()
     on_nonfinite: str = "stop"
@@ -100,7 +105,7 @@ def train(
 
     Raises:
         FileExistsError: the folder holds a run already and `resume` is not set.
-        ValueError: there is no example to train on.
+        ValueError: there is no example to train on; graph mode without a fixed grid.
     """
     output, device = Path(output), model.device
     earlier = runs.load_run(output) if (output / runs.FILE).exists() else None
@@ -108,17 +113,21 @@ def train(
         raise FileExistsError(f"{output} holds a run already ({earlier.outcome}): choose another folder, or resume it")
     if earlier and earlier.outcome == runs.COMPLETED:
         raise FileExistsError(f"{output} holds a completed run: there is nothing to resume")
+    if config.graph_mode and grid_of(processor) is None:
+        raise ValueError("graph_mode needs a fixed_grid (load_processor): else every new size of a picture is compiled anew")
     dataset = VisionLanguageDataset(examples, processor, max_length=config.max_length)
     if not len(dataset):
         rejected = f": all {len(dataset.rejected)} were rejected, the first: {dataset.rejected[0]}" if dataset.rejected else ""
         raise ValueError(f"no example to train on{rejected}")
     policy = platform_policy(device, recipe.precision)
     apply_policy(policy)
+    if config.graph_mode and policy.device == "npu":
+        warnings.warn(f"graph mode by the backend {policy.graph_backend!r}: {policy.why['graph_backend']}", stacklevel=2)
     transformers.set_seed(config.seed)
     apply_recipe(model, recipe, max_dropout=policy.max_dropout, seed=config.seed)
     counts = count_parameters(model)
     described = dict(data or {}) | dict(train=len(dataset), rejected=len(dataset.rejected))
-    setup = runs.describe_run(model, policy, recipe=describe_recipe(recipe), data=described)
+    setup = runs.describe_run(model, processor, policy, recipe=describe_recipe(recipe), data=described)
     setup["config"] = json.loads(json.dumps(dataclasses.asdict(config)))
     if earlier:
         _check_same_run(earlier.setup, setup, output)
@@ -141,7 +150,8 @@ def train(
     record("running")
     reset_peak_memory(device)
     try:
-        with _forward_dtype(model, setup), leave_on_signal(trainer) as left:
+        graphs = compiled(model, policy.graph_backend) if config.graph_mode else contextlib.nullcontext()
+        with _forward_dtype(model, setup), leave_on_signal(trainer) as left, graphs:
             trainer.train(resume_from_checkpoint=checkpoint)
         if left.signal:
             raise KeyboardInterrupt
@@ -179,7 +189,8 @@ def _check_same_run(earlier: dict, setup: dict, output: Path) -> None:
         config = {f"config.{name}": of["config"].get(name, False) for name in IDENTITY}
         recipe = {f"recipe.{name}": value for name, value in of["recipe"].items() if name != "overrides"}
         model, data = of["model"], of["data"]
-        base = {"model": model["hash"], "weights": model.get("weights")}
+        processor = {f"processor.{name}": value for name, value in of.get("processor", {}).items()}
+        base = processor | {"model": model["hash"], "weights": model.get("weights")}
         return recipe | config | base | {"data": data.get("hash"), "examples": data["train"]}
 
     there, here = identity(earlier), identity(setup)
@@ -241,7 +252,7 @@ class RecipeTrainer(Trainer):
                 model=model,
                 args=arguments,
                 train_dataset=dataset,
-                data_collator=VisionLanguageCollator(processor),
+                data_collator=VisionLanguageCollator(processor, multiple=TEXT_MULTIPLE if config.graph_mode else 1),
                 callbacks=[StageSwitch(model, self.spans, watch), watch],
             )
         finally:
@@ -277,6 +288,8 @@ class RecipeTrainer(Trainer):
         return loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.config.graph_mode:  # a cache's state is one more thing that graphs would hang on
+            inputs = inputs | {"use_cache": False}
         loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         if not loss.requires_grad:  # no adapter took part: vision adapters alone, and a batch without pictures
             if len(inputs.get("image_grid_thw", ())):
