@@ -202,7 +202,13 @@ def _benchmark_oft(arguments, device, output):
     return measure_oft(device=device, output=output, quick=arguments.quick)
 
 
-BENCHMARKS = {"oft": _benchmark_oft}  # each writes OUTPUT/NAME.json, with a figure where there is one
+def _benchmark_check(arguments, device, output):
+    from vlftlib.check_benchmark import measure_check
+
+    return measure_check(device=device, output=output, quick=arguments.quick)
+
+
+BENCHMARKS = {"check": _benchmark_check, "oft": _benchmark_oft}  # each writes OUTPUT/NAME.json, with a figure where there is one
 
 
 def plan(arguments) -> int:

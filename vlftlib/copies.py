@@ -2,7 +2,7 @@
 
 A perceptual hash proposes pairs: 64 bits each of imagehash's pHash and dHash. By itself it proposes mostly nonsense where
 pictures are alike (2,600 product pictures: about 2,000 pairs, all of different products). So a comparison of pixels
-confirms: both pictures at the smaller one's size, averaged over cells of about 10 px, and no block of 3 x 3 cells may
+confirms: both pictures at the smaller one's size, averaged over cells of about 12 px, and no block of 3 x 3 cells may
 differ by more than a tolerance, which is wider where the picture itself is noisy or busy. Two pages that differ in letters
 smaller than a cell still count as copies. Drawings of a few flat areas give unsteady hashes: their lossy copies can be missed.
 """
@@ -23,13 +23,15 @@ from tqdm.auto import tqdm
 
 from vlftlib.images import ImageError, load_image
 
-HASH_DISTANCE = 18  # bits of 128; copies of a third of the size at JPEG quality 60 reach 16
+HASH_DISTANCE = 24  # bits of 128; copies of a third of the size (53 px) at JPEG quality 60 reach it
 CELLS = 24  # of a fingerprint's side
 REFUSALS = 8  # comparisons that a picture may fail, nearest first, before the others like it are left uncompared
 LOOSE = 6.0  # grey levels, for fingerprints; confirmation is stricter
+CELL = 12.5  # px of a cell when pixels are compared: the average over so many is steady
 # Grey levels that a block may differ by: a part, and a share of the noisier picture's mean step between neighbouring
-# pixels, since what recompressing and resizing take away grows with it. Neighbouring cells of ELPV's modules come closest.
-STEADY, NOISY = 0.55, 0.24
+# pixels, since what recompressing and resizing take away grows with it. Of the pictures tried (products, ELPV, tiles of
+# photographs, pages, drawn cells and parts), copies in 15 ways reach 1.0 of this, and the two likest cells of ELPV 1.02.
+STEADY, NOISY = 0.65, 0.21
 # Neither so many pictures nor so many bytes of them are worth starting processes for; a chunk of work holds no more bytes.
 FEW, FEW_BYTES, CHUNK, CHUNK_BYTES = 400, 64 * 2**20, 32, 4 * 2**20
 
@@ -55,8 +57,7 @@ def scan_pictures(sources: Iterable[str], processes: int | None = None, progress
         progress: show a bar.
     """
     sources = list(dict.fromkeys(sources))
-    if processes is None:  # a container may lend fewer cores than the machine has
-        processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    processes = processes or usable_cores()
     sizes = [len(source) if source.startswith("data:") else _file_size(source) for source in sources]
     bar = tqdm(total=len(sources), desc="reading pictures", unit="image", disable=not progress)
     scans = {}
@@ -71,6 +72,11 @@ def scan_pictures(sources: Iterable[str], processes: int | None = None, progress
             scans.update(zip(chunk, found))
             bar.update(len(chunk))
     return scans
+
+
+def usable_cores() -> int:
+    """A container may lend fewer cores than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _warm_up() -> None:
@@ -108,10 +114,11 @@ def scan_picture(source: str) -> Scan:
         picture = load_image(source)
     except ImageError as error:
         return Scan(error=(error.kind, error.detail), seconds=time.perf_counter() - began)
-    # Averaging down first makes the hashes of large pictures cheap, and hardly changes them.
-    grey = picture.reduce(max(1, min(picture.size) // 128)).convert("L")
-    bits = np.packbits([imagehash.phash(grey).hash, imagehash.dhash(grey).hash]).tobytes()
-    cells = grey.resize((CELLS, CELLS), Image.Resampling.BOX).tobytes()
+    # Averaged down once: it makes the hashes of large pictures cheap, and hardly changes them.
+    grey = picture.reduce(max(1, min(picture.size) // 128)).convert("L").resize((3 * CELLS, 3 * CELLS), Image.Resampling.BOX)
+    small = grey.resize((32, 32), Image.Resampling.BOX)  # pHash's own size
+    bits = np.packbits([imagehash.phash(small).hash, imagehash.dhash(grey).hash]).tobytes()
+    cells = grey.reduce(3).tobytes()
     if source.startswith("data:"):
         content = source.encode()
     else:
@@ -135,7 +142,7 @@ def group_copies(
     Args:
         scans: of pictures that could be read.
         same: the comparison of two of them, given their indices.
-        block: rows of the hashes' product at a time; by default what fits 64 MB.
+        block: rows of the hashes' product at a time; by default what fits 16 MB.
         progress: show a bar.
 
     Returns:
@@ -150,7 +157,7 @@ def group_copies(
     cells = np.frombuffer(b"".join(scan.cells for scan in scans), np.uint8).reshape(count, CELLS, CELLS)
     means, spread = _block_means(cells)
     close = signs.shape[1] - 2 * HASH_DISTANCE
-    block = block or max(16, 2**24 // count)
+    block = block or max(16, 2**22 // count)
     with tqdm(total=count, desc="comparing pictures", unit="image", disable=not progress) as bar:
         for start in range(0, count, block):
             products = signs[start : start + block] @ signs[start:].T
@@ -197,7 +204,7 @@ def same_picture(first: Image.Image, second: Image.Image) -> bool:
     if not 0.95 < ratio < 1.05:
         return False
     size = tuple(min(first.size[k], second.size[k], 1024) for k in (0, 1))
-    cells = CELLS * max(1, round(min(size) / 256))
+    cells = 3 * max(1, round(min(size) / (3 * CELL)))
     grids, noise = [], 0.0
     for picture in (first, second):
         if picture.size != size:

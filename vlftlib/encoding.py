@@ -62,7 +62,7 @@ class ChatEncoder:
         return ids, labels
 
     def count(self, examples: Sequence[Example], image_tokens: Sequence[Sequence[int]]) -> list[tuple[int, int] | RowError]:
-        """Tokens and learnt tokens of many examples; the tokenizer encodes their texts together, on all cores.
+        """Tokens and learnt tokens of many examples; the tokenizer encodes their texts together, on all cores, each text once.
 
         Returns:
             For each example its numbers, or why it has none.
@@ -76,7 +76,8 @@ class ChatEncoder:
             except RowError as error:
                 prepared.append(error)
         try:
-            lengths = [len(ids) for ids in self._encode_texts(texts)]
+            unique = list(dict.fromkeys(texts))  # the template's are in every row, questions in many
+            length_of = dict(zip(unique, map(len, self._encode_texts(unique))))
         except (TypeError, UnicodeEncodeError):
             if len(examples) == 1:
                 return [RowError("text can't be encoded")]
@@ -91,7 +92,7 @@ class ChatEncoder:
                 if isinstance(run, int):
                     new = next(images) if run == self.image_token_id else 1
                 else:
-                    new, place = lengths[place], place + 1
+                    new, place = length_of[texts[place]], place + 1
                 total += new
                 learnt_total += new * learnt
             found.append((total, learnt_total))
