@@ -1,7 +1,7 @@
 """Pictures that are copies of each other.
 
 A perceptual hash proposes pairs: 64 bits each of imagehash's pHash and dHash. By itself it proposes mostly nonsense where
-pictures are alike (2,600 product pictures: about 2,000 pairs, all of different products). So a comparison of pixels
+pictures are alike (2,600 product pictures: 37,500 pairs, all of different products). So a comparison of pixels
 confirms: both pictures at the smaller one's size, averaged over cells of about 12 px, and no block of 3 x 3 cells may
 differ by more than a tolerance, which is wider where the picture itself is noisy or busy. Two pages that differ in letters
 smaller than a cell still count as copies. Drawings of a few flat areas give unsteady hashes: their lossy copies can be missed.
