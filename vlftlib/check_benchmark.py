@@ -17,16 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import torch
 from PIL import Image, ImageChops
 from tqdm.auto import tqdm
 
-from vlftlib.benchmark import interleave, save_benchmark, summary
-from vlftlib.check import check_examples
 from vlftlib.copies import CHUNK, scan_pictures, usable_cores
 from vlftlib.duplicates import find_duplicates
-from vlftlib.models import TINY_BASE, load_processor
 from vlftlib.reading import LoadedExamples, load_examples
+
+# What brings torch is imported in functions: the processes that decode import this module, too.
 
 SETS = {"thumbnails": ((160, 120), 50_000), "photographs": ((4000, 3000), 80)}  # size in px and number
 QUICK = {"thumbnails": ((160, 120), 300), "photographs": ((400, 300), 8)}
@@ -55,7 +53,7 @@ class CheckBenchmark:
         return "\n".join([*lines, f"record: {self.path}"])
 
 
-def measure_check(*, device: torch.device, output: str | os.PathLike, repeats: int = 3, quick: bool = False) -> CheckBenchmark:
+def measure_check(*, device, output: str | os.PathLike, repeats: int = 3, quick: bool = False) -> CheckBenchmark:
     """Measure both sets and write OUTPUT/check.json.
 
     Args:
@@ -64,6 +62,9 @@ def measure_check(*, device: torch.device, output: str | os.PathLike, repeats: i
         repeats: interleaved rounds.
         quick: few thumbnails, small photographs, one round: to see that it runs.
     """
+    from vlftlib.benchmark import save_benchmark
+    from vlftlib.models import TINY_BASE, load_processor
+
     processor, results = load_processor(TINY_BASE), []
     for name, (size, count) in (QUICK if quick else SETS).items():
         with tempfile.TemporaryDirectory() as folder:
@@ -99,6 +100,11 @@ def draw_set(folder: Path, size: tuple[int, int], count: int) -> Path:
 
 def measure_speed(loaded: LoadedExamples, processor, repeats: int) -> dict:
     """Rounds of bare decoding, in processes that are there already, and of checks, which start their own."""
+    import torch
+
+    from vlftlib.benchmark import interleave, summary
+    from vlftlib.check import check_examples
+
     names = [image for example in loaded.examples for image in example.images]
     size = CHUNK if len(names) >= 1000 else 1  # photographs are handed out one by one
     chunks = [names[i : i + size] for i in range(0, len(names), size)]
@@ -122,6 +128,8 @@ def _decode(names: list[str]) -> None:
 
 def measure_memory(file: Path, processor) -> dict:
     """This process's memory above what it had before reading: held by examples, fingerprints and report, and at its peaks."""
+    from vlftlib.check import check_examples
+
     before = _resident()
     with Peak() as reading:
         loaded = load_examples(file)
