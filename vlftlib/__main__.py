@@ -208,7 +208,23 @@ def _benchmark_check(arguments, device, output):
     return measure_check(device=device, output=output, quick=arguments.quick)
 
 
-BENCHMARKS = {"check": _benchmark_check, "oft": _benchmark_oft}  # each writes OUTPUT/NAME.json, with a figure where there is one
+def _benchmark_precision(arguments, device, output):
+    from vlftlib.precision import measure_precision
+    from vlftlib.samples import load_splits
+
+    return measure_precision(
+        lambda policy: _load(arguments, policy, device),
+        _processor(arguments),
+        _recipe(arguments),
+        load_splits(arguments.data, arguments.root).parts["train"],
+        device=device,
+        output=output,
+        steps=4 if arguments.quick else arguments.steps,
+    )
+
+
+# Each writes OUTPUT/NAME.json, with a figure where there is one.
+BENCHMARKS = {"check": _benchmark_check, "oft": _benchmark_oft, "precision": _benchmark_precision}
 
 
 def plan(arguments) -> int:
@@ -414,8 +430,12 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--precision", choices=PRECISIONS, help="all that the device has by default")
 
     command = add(benchmark, "measure in one process, the cases taking turns, and write a record")
-    command.add_argument("what", choices=sorted(BENCHMARKS))
-    command.add_argument("--device", help="npu, cuda or cpu; the first there is by default")
+    command.add_argument("what", choices=sorted(BENCHMARKS), help="check: its speed; oft: its cost; precision: which to train in")
+    add_model(command)
+    add_data(command)
+    command.add_argument("--recipe", default="lora_text_vision", help="for precision")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the recipe")
+    command.add_argument("--steps", type=int, default=30, help="for precision: optimizer steps in each")
     command.add_argument("--output", type=Path, help="a folder; data/benchmarks by default")
     command.add_argument("--quick", action="store_true", help="small and few: only to see that it runs")
 

@@ -17,6 +17,24 @@ from vlftlib.runs import SKIPPED
 
 WINDOW = 20  # steps that a jump is judged against
 MAX_SKIPS = 8  # a loss scale that is halved so often in a row finds nothing to scale
+# What can grow: its name, the slope's unit, how many of the entry's own units that is, and what is known to help.
+LEAKS = {
+    "memory_bytes": (
+        "memory",
+        "MB",
+        1e6,
+        "pictures of ever new sizes (set max_pixels or a fixed_grid), tensors that a callback keeps (detach them, or keep numbers), "
+        "a fragmented allocator (expandable_segments:True in PYTORCH_NPU_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF); until it is "
+        "found, checkpoints and --resume bound the loss",
+    ),
+    "step_time_s": (
+        "step time",
+        "ms",
+        1e-3,
+        "waiting for data (data_wait_s in the record: more workers, a faster disk), ever new shapes (a fixed_grid), memory near "
+        "its limit, a chip that slows down when hot (npu-smi info, nvidia-smi)",
+    ),
+}
 
 
 class NonFinite(ArithmeticError):
@@ -184,15 +202,13 @@ class Watch(TrainerCallback):
         """Warn, once every 100 steps, of memory or step time that grows steadily over the last 200."""
         if self.step < max(200, self.leak_at):
             return
-        for key, unit in (("memory_bytes", "memory"), ("step_time_s", "step time")):
+        for key, (name, unit, scale, cures) in LEAKS.items():
             values = [entry[key] for entry in self.history[-200:]]
             quarters = [statistics.median(values[i : i + 50]) for i in range(0, 200, 50)]
             if len(values) == 200 and all(b > 1.02 * a for a, b in zip(quarters, quarters[1:])):
-                growth = quarters[-1] / quarters[0] - 1
+                growth, slope = quarters[-1] / quarters[0] - 1, (quarters[-1] - quarters[0]) / 150  # between the quarters' middles
                 warnings.warn(
-                    f"{unit} grew steadily by {growth:.0%} over the last 200 steps (to {quarters[-1]:.3g}); known causes: pictures "
-                    "of ever new sizes (set max_pixels), tensors kept by a callback, a fragmented allocator "
-                    "(expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF or PYTORCH_NPU_ALLOC_CONF), a full disk cache",
+                    f"{name} grew steadily by {growth:.0%} over the last 200 steps, {slope / scale:.3g} {unit} a step: {cures}",
                     stacklevel=2,
                 )
                 self.leak_at = self.step + 100

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from first_steps import first_steps
 
 from vlftlib import rehearsal
 from vlftlib.reading import write_examples
@@ -76,6 +77,25 @@ def test_a_recipe_trains_on_the_npu_as_on_the_cpu(name, base, processor, example
     assert (found["bf16 dtype"], found["fp16 dtype"]) == ("bfloat16", "float16")
     assert found["fp16 policy"]["loss_scale"] == 2**16 and found["fp16 policy"]["optimizer"] == "adamw_torch"
     assert found["environment"]["device"] == "npu (rehearsal)" and found["times"] == [] and found["merged"] is True
+
+
+@pytest.mark.slow
+def test_adapters_order_and_losses_are_the_same_on_cpu_and_npu(on_npu, examples, tmp_path):
+    """With the NPU's two workers, started by spawn, and the CPU's one. Dropout is off: its masks come from the device's stream."""
+    (tmp_path / "examples.json").write_text(json.dumps([dataclasses.asdict(example) for example in examples[:10]]))
+    on_cpu = first_steps("cpu", str(tmp_path))
+    # The workers import the script anew, so it must not train by being imported.
+    found = on_npu(
+        f"""
+    import sys
+    sys.path.insert(0, {str(Path(__file__).parent)!r})
+    from first_steps import first_steps
+    if __name__ == "__main__":
+        found.update(first_steps("npu:0", {str(tmp_path)!r}))
+    """
+    )
+    assert found["start"] == on_cpu["start"] and found["rows"] == on_cpu["rows"] and len(set(found["rows"])) == 10
+    assert found["losses"] == pytest.approx(on_cpu["losses"], rel=1e-4)
 
 
 @pytest.mark.slow
