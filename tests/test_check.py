@@ -1,6 +1,4 @@
 import json
-import statistics
-import time
 import tracemalloc
 
 import pytest
@@ -10,7 +8,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from vlftlib.__main__ import main
 from vlftlib.awkward import awkward_files
 from vlftlib.check import check_examples
-from vlftlib.copies import scan_picture
 from vlftlib.dataset import VisionLanguageDataset, load_examples
 from vlftlib.images import load_image
 from vlftlib.models import ImageTextProcessor
@@ -153,26 +150,3 @@ def test_memory_of_a_row(tmp_path):
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(loaded.examples) == 20_000 and held / 20_000 < 4096
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size, count, share", [((160, 120), 300, 0.25), ((4000, 3000), 6, 0.4)], ids=["thumbnails", "photos"])
-def test_speed_against_bare_decoding(tmp_path, size, count, share):
-    """In one process both, turn about: the same cores and the same load."""
-    for i in range(count):
-        small = Image.effect_noise((size[0] // 8, size[1] // 8), 60 + i % 40).resize(size).convert("RGB")
-        small.save(tmp_path / f"{i}.jpg", quality=90)
-    names = [f"{i}.jpg" for i in range(count)]
-    loaded = write_rows(tmp_path, [{"query": "<image>A?", "response": "b", "images": [name]} for name in names])
-    scan_picture(str(tmp_path / "0.jpg"))  # imports
-    shares = []
-    for _ in range(5):
-        began = time.process_time()
-        for name in names:
-            with Image.open(tmp_path / name) as image:
-                image.load()
-        bare = time.process_time() - began
-        began = time.process_time()
-        check_examples(loaded, duplicates=False, processes=1, progress=False)
-        shares.append(bare / (time.process_time() - began))
-    assert statistics.median(shares) > share, shares

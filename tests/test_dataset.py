@@ -1,6 +1,7 @@
 import base64
 import json
 import pickle
+import random
 import re
 import tracemalloc
 import unicodedata
@@ -208,7 +209,10 @@ def test_old_turns_are_dropped_on_request(processor, pictures):
 
 def test_tokens_are_counted_from_headers(tokenizer, tmp_path):
     processor = ImageTextProcessor(Qwen2VLImageProcessorPil(min_pixels=3136, max_pixels=90_000), tokenizer, CHAT_TEMPLATE)
-    for width, height in [(1, 1), (13, 200), (28, 28), (199, 1), (333, 444), (1000, 10), (41, 43), (640, 480), (29, 5600)]:
+    sizes = [(1, 1), (13, 200), (28, 28), (199, 1), (333, 444), (1000, 10), (41, 43), (640, 480), (29, 5600)]
+    rng = random.Random(0)
+    sizes += [(round(10 ** rng.uniform(1, 3)), round(10 ** rng.uniform(1, 3))) for _ in range(50)]
+    for width, height in sizes:
         Image.new("L", (width, height)).save(tmp_path / "p.png")
         dataset = VisionLanguageDataset([example([None, "A?"], "yes", images=[tmp_path / "p.png"])], processor)
         assert dataset.count_tokens(dataset.examples[0]) == len(dataset[0]["input_ids"]), (width, height)
@@ -506,6 +510,22 @@ def test_embedded_pictures(pictures):
         assert load_image(row.images[0]).tobytes() == load_image(pictures / "wide.png").tobytes()
     broken = load_rows(pictures, {"query": "a", "response": "b", "images": ["data:image/png;base64,!!"]})
     assert broken.rejected[0].kind == "image is no path"
+
+
+def test_embedded_pictures_are_kept_as_text_alone(tmp_path, tokenizer):
+    Image.effect_noise((1200, 900), 90).save(tmp_path / "a.png")
+    content = base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
+    rows = [{"query": f"<image>{i}?", "response": "b", "images": [content]} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    processor = ImageTextProcessor(Qwen2VLImageProcessorPil(max_pixels=9000), tokenizer, chat_template=CHAT_TEMPLATE)
+    del rows
+    tracemalloc.start()
+    loaded = load_examples(tmp_path / "rows.jsonl")
+    dataset = VisionLanguageDataset(loaded.examples, processor, max_length=4096)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(dataset) == 6 and held < 6.5 * len(content) and peak < 14 * len(content)  # a row at a time
+    assert torch.equal(dataset[0]["pixel_values"], dataset[5]["pixel_values"])
 
 
 def test_dataset_info(pictures):

@@ -1,6 +1,7 @@
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -93,6 +94,24 @@ def test_splits_of_a_file(draw_examples, tmp_path):
     assert sum(counts.values()) == 40 and counts["train"] > 25 and len(splits.rejected) == 1
     again = samples.load_splits(tmp_path / "mine.jsonl")
     assert again.parts == splits.parts
+
+
+def test_splits_of_a_grown_file(draw_examples, tmp_path):
+    """Rows added at the end move none, and a copy of an earlier picture goes where that is."""
+    examples = draw_examples(tmp_path, 60)
+    write_examples(examples[:40], tmp_path / "mine.jsonl", tmp_path)
+    before = samples.load_splits(tmp_path / "mine.jsonl", progress=False)
+    copies = []
+    for i in range(0, 40, 2):
+        Image.open(tmp_path / f"{i}.png").resize((160, 160)).save(tmp_path / f"copy{i}.jpg", quality=80)
+        copies.append(replace(examples[i], images=(str(tmp_path / f"copy{i}.jpg"),)))
+    write_examples([*examples, *copies], tmp_path / "mine.jsonl", tmp_path)
+    after = samples.load_splits(tmp_path / "mine.jsonl", progress=False)
+    side = {example.images[0]: name for name, part in after.parts.items() for example in part}
+    assert len(side) == 80
+    for name, part in before.parts.items():
+        assert all(side[example.images[0]] == name for example in part)
+    assert all(side[str(tmp_path / f"copy{i}.jpg")] == side[str(tmp_path / f"{i}.png")] for i in range(0, 40, 2))
 
 
 def test_nothing_to_open(tmp_path):

@@ -145,7 +145,8 @@ def check(arguments) -> int:
     parts = load_parts(arguments.data, arguments.root)
     if len(parts) > 1 and (arguments.write or arguments.split):
         raise ValueError(f"{arguments.data} has {len(parts)} parts: --write and --split take one file")
-    report = check_examples(parts, load_processor(arguments.model, arguments.min_pixels, arguments.max_pixels), arguments.max_length)
+    sizes = arguments.min_pixels, arguments.max_pixels, arguments.fixed_grid
+    report = check_examples(parts, load_processor(arguments.model, *sizes), arguments.max_length)
     print(json.dumps(report.as_dict(), indent=1) if arguments.json else report)
     if arguments.figure:
         save_figure(check_figure(report), arguments.figure.stem, arguments.figure.parent)
@@ -409,6 +410,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--model", default=ROOT / "data" / "tiny-base", help="whose tokens are counted")
     command.add_argument("--min-pixels", type=int)
     command.add_argument("--max-pixels", type=int)
+    command.add_argument("--fixed-grid", metavar="SIZES", help="as for train")
     command.add_argument("--max-length", type=int, default=4096, help="examples of more tokens are rejected")
     command.add_argument("--allowed", type=float, default=0.01, help="share of bad rows above which the exit status is 1")
     command.add_argument("--write", type=Path, help="write the usable rows here, in the normal form")
