@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vlftlib.evaluation import UNPARSABLE, ask, evaluate, parse_answer, predict, score
+from vlftlib.evaluation import UNPARSABLE, ask, evaluate, parse_answer, predict, score, text_similarity
 from vlftlib.forms import Example
 from vlftlib.models import TINY_BASE, load_model, load_processor
 from vlftlib.samples import QUESTION, draw_product, random_product
@@ -43,6 +43,18 @@ def test_scores_by_hand():
 def test_text_without_attributes_is_compared_as_text():
     result = score(["a cat", "two dogs"], ["a cat ", "2 dogs"], split="test")
     assert (result.accuracy, result.attributes, result.unparsable) == (0.5, {}, 0)
+    assert result.as_dict()["metrics"]["chrF"] == result.metrics["chrF"]
+
+
+def test_free_text_by_its_characters():
+    """By hand: of "abcd" and "abce" 3 of 4 characters, 2 of 3 pairs, 1 of 2 triples agree, none of 1 fours; F is their mean."""
+    assert text_similarity([("abcd", "abce")]) == pytest.approx((3 / 4 + 2 / 3 + 1 / 2 + 0) / 4)
+    assert text_similarity([("a red bolt", "a red bolt"), ("螺栓有裂纹", "螺栓有裂纹")]) == 1
+    near, far = (text_similarity([("the bolt has a crack", given)]) for given in ("a crack in the bolt", "all is well"))
+    assert near > 0.5 > 2 * far
+    mixed = score(["c: red", "a cat"], ["c: red", "a cot"], split="test")
+    assert mixed.metrics["chrF"] == text_similarity([("a cat", "a cot")]) and "c" in mixed.attributes
+    assert score(["c: red"], ["c: blue"], split="test").metrics == {}
 
 
 def test_the_mark_for_unparsable_is_no_possible_value():

@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vlftlib import mapping, oft
 from vlftlib.adapters import apply_recipe, count_parameters
+from vlftlib.dataset import labelled_only
 from vlftlib.memory import Batch, LiveBytes, StepCounter, checkpoint_blocks
 from vlftlib.models import empty_model, full_size_config
 from vlftlib.plan import FRAGMENTATION, GIB, plan_memory, weight_bytes
@@ -42,14 +43,12 @@ def batch_for(config, examples: int, text_tokens: int, side: int = SIDE) -> dict
     ids = torch.tensor([pictures + [1] * (text_tokens - 1)] * examples)
     attended = torch.ones_like(ids)
     attended[0, -2:] = 0
-    return dict(
-        input_ids=ids,
-        attention_mask=attended,
-        labels=ids.masked_fill(ids == config.image_token_id, -100),
-        mm_token_type_ids=(ids == config.image_token_id).long(),
-        pixel_values=torch.zeros(examples * side**2, 1176),
-        image_grid_thw=torch.tensor([[1, side, side]] * examples),
-    )
+    shown = (ids == config.image_token_id).long()
+    labels = ids.masked_fill(shown.bool(), -100)
+    pixels = torch.zeros(examples * side**2, 1176)
+    grid = torch.tensor([[1, side, side]] * examples)
+    texts = dict(input_ids=ids, attention_mask=attended, labels=labels, mm_token_type_ids=shown)
+    return labelled_only(texts | dict(pixel_values=pixels, image_grid_thw=grid))
 
 
 def really_kept(model, batch, monkeypatch) -> int:
@@ -102,7 +101,7 @@ def test_what_parts_of_real_width_keep(kind, size, checkpointed, monkeypatch):
         kept = really_kept(real, batch_for(config, 2, text_tokens), patch)
     del real
     counter = StepCounter(adapted(config, kind, checkpointed), torch.bfloat16)
-    costs = counter.count(Batch(2, 2, SIDE**2, SIDE**2 // 4 + text_tokens, True))
+    costs = counter.count(Batch(2, 2, SIDE**2, SIDE**2 // 4 + text_tokens, True, text_tokens - 1))
     planned = sum(cost.kept for cost in costs.values())
     print(f"{size}, {kind}: kept {kept:,}, planned {planned:,}")
     assert planned == pytest.approx(kept, rel=0.1)
@@ -277,5 +276,5 @@ def test_blocks_alike_are_counted_once():
     model = empty_model(full_size_config("3B")).to(torch.bfloat16).requires_grad_(False)
     apply_recipe(model, get_recipe("lora_text_vision"))
     counter = StepCounter(model, torch.bfloat16)
-    costs = counter.count(Batch(2, 2, 256, 80, True))
+    costs = counter.count(Batch(2, 2, 256, 80, True, 16))
     assert len(costs) == 32 + 1 + 36 + 1 and len(counter.costs) <= 10

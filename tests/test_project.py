@@ -89,6 +89,7 @@ OWNERS = {
     "argparse": {"tiny_base"},
     "imagehash": {"copies"},
     "sklearn.metrics": {"evaluation"},
+    "sacrebleu": {"evaluation"},
 }
 
 

@@ -1,4 +1,5 @@
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from vlftlib.adapters import adapter_parameters, apply_recipe, load_adapters
+from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset, labelled_only
 from vlftlib.forms import Example
 from vlftlib.models import TINY_BASE, load_model
 from vlftlib.recipes import get_recipe
@@ -366,3 +368,24 @@ def test_evaluation_at_chosen_steps_changes_nothing(processor, examples, tmp_pat
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
     with pytest.raises(ValueError, match="no validation examples"):
         train(load_model(TINY_BASE), processor, recipe, examples, tmp_path / "x", config=TrainConfig(eval_steps=(1,)))
+
+
+@pytest.mark.parametrize("count", [None, 100], ids=["mean", "of all processes"])
+def test_logits_at_labels_alone_give_the_same_step(count, base, processor, examples):
+    """Questions of different lengths, so that the labels don't all stand at the same places."""
+    rows = [copy.deepcopy(example) for example in examples[:3]]
+    rows[0].messages[0]["content"].append({"type": "text", "text": " Answer in the usual form."})
+    dataset = VisionLanguageDataset(rows, processor)
+    batch = VisionLanguageCollator(processor)([dataset[i] for i in range(3)])
+    del batch["row"]
+    apply_recipe(base, get_recipe("lora_dual", dropout=0.0))
+    results = []
+    for inputs in (batch, labelled_only(batch)):
+        base.zero_grad()
+        output = base(**inputs, num_items_in_batch=count)
+        output.loss.backward()
+        results.append((output.loss.detach(), *(item.parameter.grad.clone() for item in adapter_parameters(base))))
+    labels = batch["labels"][:, 1:] != -100
+    assert labels.sum(1).max() < output.logits.shape[1] < batch["labels"].shape[1] / 2
+    for whole, labelled in zip(*results, strict=True):
+        assert torch.allclose(labelled, whole, rtol=1e-4, atol=1e-6)

@@ -224,8 +224,19 @@ def _benchmark_precision(arguments, device, output):
     )
 
 
+def _benchmark_generation(arguments, device, output):
+    from vlftlib.generation_benchmark import measure_generation
+
+    return measure_generation(device=device, output=output, quick=arguments.quick)
+
+
 # Each writes OUTPUT/NAME.json, with a figure where there is one.
-BENCHMARKS = {"check": _benchmark_check, "oft": _benchmark_oft, "precision": _benchmark_precision}
+BENCHMARKS = {
+    "check": _benchmark_check,
+    "generation": _benchmark_generation,
+    "oft": _benchmark_oft,
+    "precision": _benchmark_precision,
+}
 
 
 def plan(arguments) -> int:

@@ -233,3 +233,19 @@ class VisionLanguageCollator:
             if parts:  # a batch of texts alone has no such key
                 batch[key] = torch.cat(parts)
         return batch
+
+
+def labelled_only(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch with what lets a model compute logits only where some row has a label next; the loss is the same.
+
+    The head's output is the largest tensor of a step: tokens times vocabulary, in float32, more than once.
+
+    Args:
+        batch: with labels, from `VisionLanguageCollator`.
+
+    Returns:
+        It, with logits_to_keep (positions,) and shift_labels (rows, positions), the label after each.
+    """
+    following = batch["labels"][:, 1:]
+    positions = (following != IGNORED).any(0).nonzero().flatten()
+    return batch | dict(logits_to_keep=positions, shift_labels=following[:, positions])

@@ -1,11 +1,13 @@
 """Answers by batched generation, and what they are worth: accuracy, macro F1 per attribute, images per second.
 
 An answer's *attributes* are its "key: value" pairs, separated by commas, semicolons or lines, or a JSON object. A picture
-counts as right when all attributes of the expected answer are right; an expected answer without attributes is compared as
-text. An answer that doesn't parse, or lacks an attribute, is wrong there, and is counted.
+counts as right when all attributes of the expected answer are right; an expected answer without attributes is free text: it
+counts as right when it is the same, and how near the answers come is their chrF. An answer that doesn't parse, or lacks an
+attribute, is wrong there, and is counted.
 """
 
 import json
+import math
 import os
 import re
 import time
@@ -22,6 +24,7 @@ from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
 from vlftlib.forms import Example
 from vlftlib.graph_mode import uncompiled
 from vlftlib.images import ImageError, load_image
+from vlftlib.sharding import is_sharded
 
 ANSWERS = "answers.jsonl"  # beside a run record
 UNPARSABLE = "(unparsable)"  # as a predicted value; the brackets keep it from meeting a real one
@@ -38,7 +41,10 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result on one split; `answers` holds one (expected, given) pair an example."""
+    """The result on one split; `answers` holds one (expected, given) pair an example.
+
+    `metrics` has "chrF" where answers are free text, and a data set's own measures, all from 0 to 1.
+    """
 
     split: str
     accuracy: float
@@ -112,7 +118,7 @@ def predict(
             inputs = {key: value.to(model.device) for key, value in inputs.items()}
             greedy = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
             with uncompiled(model):  # each token would be a new shape
-                tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, **greedy)
+                tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, synced_gpus=is_sharded(model), **greedy)
             answers += processor.tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             bar.update(len(tokens))
     model.train(mode)
@@ -161,7 +167,7 @@ def evaluate(
     given = _predict_together(model, processor, examples, progress=f"evaluating {split}", **options)
     elapsed = time.perf_counter() - began
     result = score([example.answer for example in examples], given, split=split, images_per_second=len(examples) / elapsed)
-    return result if metric is None else replace(result, metrics=metric(result.answers))
+    return result if metric is None else replace(result, metrics=result.metrics | metric(result.answers))
 
 
 def _predict_together(model, processor, examples: Sequence[Example], progress: str, **options) -> list[str]:
@@ -169,13 +175,13 @@ def _predict_together(model, processor, examples: Sequence[Example], progress: s
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return predict(model, processor, examples, progress=progress, **options)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    own = predict(model, processor, examples[rank::world], progress=progress if rank == 0 else None, **options)
+    share = list(examples[rank::world])
+    if is_sharded(model):  # every process takes part in every forward: as many examples for each
+        share += examples[:1] * (math.ceil(len(examples) / world) - len(share))
+    own = predict(model, processor, share, progress=progress if rank == 0 else None, **options)
     shares = [None] * world
     torch.distributed.all_gather_object(shares, own)
-    answers = [""] * len(examples)
-    for i, share in enumerate(shares):
-        answers[i::world] = share
-    return answers
+    return [shares[i % world][i // world] for i in range(len(examples))]
 
 
 def score(expected: Sequence[str], given: Sequence[str], *, split: str, images_per_second: float = 0.0) -> Evaluation:
@@ -199,7 +205,21 @@ def score(expected: Sequence[str], given: Sequence[str], *, split: str, images_p
             macro_f1=float(f1_score(true, predicted, labels=classes, average="macro", zero_division=0)),
             classes=len(classes),
         )
-    return Evaluation(split, sum(right) / len(right), attributes, unparsable, images_per_second, tuple(zip(expected, given)))
+    texts = [(text, answer) for text, answer, pairs in zip(expected, given, wanted) if pairs is None]
+    metrics = {"chrF": text_similarity(texts)} if texts else {}
+    answers = tuple(zip(expected, given))
+    return Evaluation(split, sum(right) / len(right), attributes, unparsable, images_per_second, answers, metrics)
+
+
+def text_similarity(answers: Sequence[tuple[str, str]]) -> float:
+    """chrF of (expected, given) texts, from 0 to 1: how many of their runs of one to six characters agree, in any language.
+
+    Source: Popović, chrF: character n-gram F-score for automatic MT evaluation (2015); by sacreBLEU with its defaults.
+    """
+    from sacrebleu import corpus_chrf
+
+    expected, given = zip(*answers)
+    return corpus_chrf(given, [expected]).score / 100
 
 
 def write_answers(evaluations: Sequence[Evaluation], path: Path) -> None:

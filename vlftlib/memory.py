@@ -95,13 +95,17 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch: its examples, pictures in all, patches of one picture, tokens of one example, whether some are padding."""
+    """A micro-batch: its examples, pictures in all, patches of one picture, tokens of one example, whether some are padding.
+
+    `labelled` is the number of positions, the same in each example, whose logits are computed.
+    """
 
     examples: int
     pictures: int
     patches: int
     tokens: int
     padded: bool
+    labelled: int
 
 
 @dataclass(frozen=True)
@@ -239,9 +243,10 @@ class StepCounter:
         return model.get_input_embeddings()(ids).masked_scatter((ids == 0).unsqueeze(-1), merged)
 
     def _head(self, x: Tensor, batch: Batch) -> Tensor:
-        labels = self._tensor(batch.examples, batch.tokens, dtype=torch.int64)
-        logits = self.model.lm_head(self.model.model.language_model.norm(x))
-        loss = self.model.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
+        labels = self._tensor(batch.examples, batch.labelled, dtype=torch.int64)
+        positions = self._tensor(batch.labelled, dtype=torch.int64)
+        logits = self.model.lm_head(self.model.model.language_model.norm(x)[:, positions])
+        loss = self.model.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=logits.shape[-1])
         outputs = logits.float()  # accelerate hands the logits out in float32
         del outputs
         return loss

@@ -223,7 +223,8 @@ def _step_bytes(run: _Run, counter: StepCounter, batch_size: int) -> dict[str, i
     patches = run.image_tokens * vision.spatial_merge_size**2
     tokens = run.pictures * run.image_tokens + run.text_tokens
     padded = batch_size > 1 and run.attention == "sdpa"
-    costs = counter.count(Batch(batch_size, batch_size * run.pictures, patches, tokens, padded))
+    # Only text is answered, and in a batch of many the answers don't all stand at the same places: logits for all of it.
+    costs = counter.count(Batch(batch_size, batch_size * run.pictures, patches, tokens, padded, run.text_tokens))
     *blocks, head = costs.items()
     before, peak = 0, 0
     for cost in costs.values():

@@ -11,6 +11,7 @@ from vlftlib.adapters import AdapterParameter, adapter_parameters, stage_paramet
 from vlftlib.recipe_parts import TOWER_RULES
 from vlftlib.recipes import Recipe, Stage
 from vlftlib.scopes import words_of
+from vlftlib.sharding import is_sharded
 from vlftlib.watch import Watch
 
 
@@ -129,11 +130,21 @@ class StageSwitch(TrainerCallback):
     def __init__(self, model: torch.nn.Module, spans: Sequence[Span], watch: Watch):
         self.model, self.spans, self.watch = model, spans, watch
         self.now: tuple | None = None
+        self.trained: set[str] = set()
 
     def on_step_begin(self, args, state, control, **kwargs):
         place = stage_at(state.global_step, self.spans)
         span, self.watch.stage = self.spans[place], place + 1
         wanted = span.stage, span.frozen_blocks(state.global_step)
         if wanted != self.now:
-            stage_parameters(self.model, *wanted)
+            self.trained = {item.name for item in stage_parameters(self.model, *wanted)}
             self.now = wanted
+            if is_sharded(self.model):  # what asked for no gradient in the first forward would never get one
+                for item in adapter_parameters(self.model):
+                    item.parameter.requires_grad_(True)
+
+    def drop_other_gradients(self) -> None:
+        """Freeze by hand where a sharded model has given all adapters gradients."""
+        for item in adapter_parameters(self.model):
+            if item.name not in self.trained:
+                item.parameter.grad = None

@@ -7,6 +7,8 @@ Checkpoints hold the trainable tensors, never the base.
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
@@ -21,13 +23,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from vlftlib import runs
 from vlftlib.adapters import adapter_parameters, apply_recipe, count_parameters, save_adapters
 from vlftlib.callbacks import EvaluateAt, leave_on_signal
-from vlftlib.dataset import LengthGroupedOrder, VisionLanguageCollator, VisionLanguageDataset
+from vlftlib.dataset import LengthGroupedOrder, VisionLanguageCollator, VisionLanguageDataset, labelled_only
 from vlftlib.devices import PlatformPolicy, apply_policy, platform_policy
 from vlftlib.evaluation import ANSWERS, evaluate, write_answers
 from vlftlib.forms import Example
@@ -36,6 +39,7 @@ from vlftlib.grids import grid_of
 from vlftlib.memory import checkpoint_blocks, peak_memory_bytes, reset_peak_memory
 from vlftlib.operators import operator_census
 from vlftlib.recipes import Recipe
+from vlftlib.sharding import check_sharding, split_like, split_state, whole, whole_adapters, whole_state
 from vlftlib.stages import StageSwitch, describe_groups, parameter_groups, plan_stages, stage_schedule
 from vlftlib.watch import NonFinite, Watch, in_any_process
 
@@ -137,6 +141,7 @@ def train(
     watch = Watch(device)
     parts = dict(evaluate_on or {})
     trainer = RecipeTrainer(model, processor, recipe, dataset, policy, config, output, watch)
+    check_sharding(trainer.accelerator, model, [*examples, *itertools.chain(*parts.values())])
     trainer.add_callback(EvaluateAt(config.eval_steps, model, processor, parts.get("validation"), watch, metric))
     setup["environment"]["processes"] = trainer.args.world_size
     setup["stages"] = [span.as_dict() for span in trainer.spans]
@@ -157,8 +162,9 @@ def train(
             raise KeyboardInterrupt
         measured |= watch.summary() | dict(peak_memory_bytes=peak_memory_bytes(device))
         measured["operators_per_step"] = trainer.count_operators()
-        if trainer.is_world_process_zero():
-            save_adapters(model, output / "adapters")
+        with whole_adapters(model):
+            if trainer.is_world_process_zero():
+                save_adapters(model, output / "adapters")
         final = [evaluate(model, processor, split, split=name, metric=metric) for name, split in parts.items()]
         watch.evaluations += [evaluation.as_dict(watch.step) for evaluation in final]
         if trainer.is_world_process_zero():
@@ -175,6 +181,7 @@ def train(
         raise
     finally:
         watch.close()
+        trainer.hook.remove()
     return record(runs.COMPLETED)
 
 
@@ -205,6 +212,10 @@ def describe_recipe(recipe: Recipe) -> dict:
     for adapter, values in zip(recipe.adapters, described["adapters"]):
         values["method"] = adapter.method
     return described
+
+
+def _collate(collator: VisionLanguageCollator, items: Sequence[dict]) -> dict:
+    return labelled_only(collator(items))
 
 
 class RecipeTrainer(Trainer):
@@ -245,6 +256,8 @@ class RecipeTrainer(Trainer):
         batches = math.ceil(len(dataset) / (recipe.batch_size * arguments.world_size))
         self.spans = plan_stages(recipe, math.ceil(batches / recipe.gradient_accumulation_steps), config.max_steps)
         arguments.max_steps = self.spans[-1].end
+        self.switch = StageSwitch(model, self.spans, watch)
+        collator = VisionLanguageCollator(processor, multiple=TEXT_MULTIPLE if config.graph_mode else 1)
         # transformers refuses to train quantised weights unless it was told of adapters, and it doesn't know ours
         told, model._hf_peft_config_loaded = model._hf_peft_config_loaded, True
         try:
@@ -252,12 +265,15 @@ class RecipeTrainer(Trainer):
                 model=model,
                 args=arguments,
                 train_dataset=dataset,
-                data_collator=VisionLanguageCollator(processor, multiple=TEXT_MULTIPLE if config.graph_mode else 1),
-                callbacks=[StageSwitch(model, self.spans, watch), watch],
+                data_collator=functools.partial(_collate, collator),
+                callbacks=[self.switch, watch],
             )
         finally:
             model._hf_peft_config_loaded = told
+        # It does, and says otherwise: without this every micro-batch of every process would count the same, whatever its tokens.
+        self.model_accepts_loss_kwargs = True
         self.remove_callback(PrinterCallback)
+        self.hook = model.register_forward_hook(self._take_part, with_kwargs=True)
 
     def _get_train_sampler(self, train_dataset=None):
         if not self.config.group_by_length:
@@ -280,29 +296,48 @@ class RecipeTrainer(Trainer):
         inputs = dict(inputs)
         self.watch.count(inputs, inputs.pop("row").tolist())
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if len(inputs.get("image_grid_thw", ())):
-            self.watch.check_reached(self.model)
         self.losses.append(loss)
         if self.accelerator.sync_gradients:
+            if len(inputs.get("image_grid_thw", ())):
+                self.watch.check_reached(self.model)
             self._guard()
         return loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.config.graph_mode:  # a cache's state is one more thing that graphs would hang on
             inputs = inputs | {"use_cache": False}
-        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        if not loss.requires_grad:  # no adapter took part: vision adapters alone, and a batch without pictures
-            if len(inputs.get("image_grid_thw", ())):
-                self.watch.check_reached(self.model)  # a batch with pictures: an error
-            loss = loss + 0.0 * sum(item.parameter.sum() for item in adapter_parameters(self.model))
-        return loss
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _take_part(self, module, args, inputs, output) -> None:
+        """Vision adapters alone, and a batch without pictures: a loss that asks for no gradient could not go backward.
+
+        A hook on the model, because DDP waits for the parameters that it sees in the result of the forward.
+        """
+        if output.loss is None or output.loss.requires_grad or not torch.is_grad_enabled():
+            return
+        if len(inputs.get("image_grid_thw", ())):
+            self.watch.check_reached(self.model)  # a batch with pictures: an error
+        output.loss = output.loss + 0.0 * sum(item.parameter.sum() for item in adapter_parameters(self.model))
+
+    def compute_loss_context_manager(self):
+        context = super().compute_loss_context_manager()
+        if self.is_fsdp_enabled:  # accelerate leaves precision to FSDP's casts there, which would round the adapters too
+            context.enter_context(self.accelerator.autocast())
+        return context
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled:
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = None
 
     def _guard(self) -> None:
         """Nothing that isn't finite reaches the optimizer; with a loss scale, a gradient's overflow is the scaler's business."""
         losses, self.losses = torch.stack(self.losses), []
+        if self.is_fsdp_enabled:
+            self.switch.drop_other_gradients()
         scaled = self.accelerator.scaler is not None
         items = [] if scaled else adapter_parameters(self.model)
-        grads = {item.name: item.parameter.grad for item in items if item.parameter.grad is not None}
+        grads = {item.name: whole(item.parameter.grad) for item in items if item.parameter.grad is not None}
         fault = in_any_process(self.watch.fault(losses, grads), self.args.device)
         if fault is None:
             return
@@ -355,17 +390,35 @@ class RecipeTrainer(Trainer):
                 shutil.rmtree(self.checkpoints, ignore_errors=True)
             self.checkpoints = output
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        tensors = {item.name: whole(item.parameter.detach()).contiguous() for item in adapter_parameters(self.model)}
+        if not self.args.should_save:
+            return
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({item.name: item.parameter.detach().contiguous() for item in adapter_parameters(self.model)}, folder / TRAINABLE)
+        save_file(tensors, folder / TRAINABLE)
         (folder / HISTORY).write_text(json.dumps(dict(history=self.watch.history, evaluations=self.watch.evaluations)))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        state = whole_state(self.optimizer)  # FSDP's own way saves the base too
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.is_fsdp_enabled or checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        state = torch.load(Path(checkpoint) / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+        self.optimizer.load_state_dict(split_state(state, self.optimizer))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         saved = load_file(Path(resume_from_checkpoint) / TRAINABLE)
         with torch.no_grad():
             for item in adapter_parameters(self.model):
-                item.parameter.copy_(saved[item.name])
+                item.parameter.copy_(split_like(saved[item.name], item.parameter))
         kept = json.loads((Path(resume_from_checkpoint) / HISTORY).read_text())
         self.watch.history, self.watch.evaluations = kept["history"], kept["evaluations"]
 
