@@ -1,5 +1,7 @@
 import io
 import random
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
 
@@ -179,6 +181,17 @@ def test_scanning_in_processes_gives_the_same(products, monkeypatch):
     monkeypatch.setattr("vlftlib.copies.FEW", 1)
     alone, spread = scan_pictures(products[:3], 1, progress=False), scan_pictures(products[:3], 2, progress=False)
     assert {k: replace(v, seconds=0) for k, v in alone.items()} == {k: replace(v, seconds=0) for k, v in spread.items()}
+
+
+def test_a_script_without_a_guard_is_told_so(products, tmp_path):
+    script = f"""
+from vlftlib import copies
+copies.FEW = 1
+copies.scan_pictures({products[:2]!r}, 2, progress=False)
+"""
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "if __name__ == '__main__':` was started again" in done.stderr.splitlines()[-1]
 
 
 def fingerprints(count, seed=0):

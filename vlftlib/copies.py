@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 
@@ -55,6 +56,9 @@ def scan_pictures(sources: Iterable[str], processes: int | None = None, progress
         sources: paths or `data:` addresses; each is read once.
         processes: by default one for each core; a few hundred pictures are read in this process.
         progress: show a bar.
+
+    Raises:
+        RuntimeError: the processes ended before their work was done.
     """
     sources = list(dict.fromkeys(sources))
     processes = processes or usable_cores()
@@ -68,15 +72,22 @@ def scan_pictures(sources: Iterable[str], processes: int | None = None, progress
         else:
             _warm_up()
         chunks = list(_chunks(sources, sizes))
-        for chunk, found in zip(chunks, run(_scan_chunk, chunks)):
-            scans.update(zip(chunk, found))
-            bar.update(len(chunk))
+        try:
+            for chunk, found in zip(chunks, run(_scan_chunk, chunks)):
+                scans.update(zip(chunk, found))
+                bar.update(len(chunk))
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                "a process that reads pictures has ended: memory ran out, or a script without `if __name__ == '__main__':` was "
+                "started again by each of them; processes=1 reads in one process"
+            ) from error
     return scans
 
 
 def usable_cores() -> int:
-    """A container may lend fewer cores than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """This process's share: a container may lend fewer cores than the machine has, and torchrun starts several processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _warm_up() -> None:
