@@ -6,6 +6,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from vlftlib.adapters import apply_recipe
+from vlftlib.models import TINY_BASE, load_model
 from vlftlib.operator_check import check_operators, choose_attention, compare_attention
 from vlftlib.operators import ascend_fallbacks
 from vlftlib.recipes import RECIPES, TINY_BASE_OVERRIDES, get_recipe
@@ -122,6 +123,13 @@ def test_attention_that_drops_the_mask_or_gives_nan_is_found_before_training(mod
     changed = copy.deepcopy(model)
     assert choose_attention(changed, "auto", "float32") == "eager" == changed.config._attn_implementation
     assert choose_attention(changed, "sdpa", "float32") == "sdpa" == changed.config._attn_implementation
+
+
+def test_a_model_is_loaded_with_the_attention_that_agrees(monkeypatch):
+    right = nn.functional.scaled_dot_product_attention
+    assert load_model(TINY_BASE, attention="auto").config._attn_implementation in ("sdpa", "eager")
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda *words, **options: right(*words, **options) * torch.nan)
+    assert load_model(TINY_BASE, attention="auto").config._attn_implementation == "eager"
 
 
 def test_no_attention_at_all_is_an_error(model, monkeypatch):

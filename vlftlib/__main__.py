@@ -306,12 +306,11 @@ def _is_tiny_base(model) -> bool:
 def _load(arguments, policy, device):
     """The model on its device, with the attention that was asked for or that the platform's policy stands for."""
     from vlftlib.models import load_model
-    from vlftlib.operator_check import choose_attention
 
-    model = load_model(arguments.model, dtype=policy.dtype, device=device, attention="eager", weights=arguments.weights)
-    chosen = choose_attention(model, arguments.attention or policy.attention, policy.precision)
-    if "auto" in (arguments.attention, policy.attention):
-        print(f"attention: {chosen}, the fastest here that agrees with the CPU")
+    asked = arguments.attention or policy.attention
+    model = load_model(arguments.model, dtype=policy.dtype, device=device, attention=asked, weights=arguments.weights)
+    if asked == "auto":
+        print(f"attention: {model.config._attn_implementation}, the fastest here that agrees with the CPU")
     return model
 
 

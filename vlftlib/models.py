@@ -59,7 +59,8 @@ def load_model(
         name_or_path: a folder as `save_pretrained` writes it, or a name on the hub.
         dtype: of the weights; with quantised ones, of what isn't quantised and of the computation.
         device: where the weights go.
-        attention: "eager", "sdpa" or "flash_attention_2", for both towers.
+        attention: "eager", "sdpa" or "flash_attention_2", for both towers; "auto" tries them on the device and takes the
+            fastest that agrees with the CPU (`operator_check.choose_attention`).
         weights: both towers' linear layers in "4bit" (NF4) or "8bit" (LLM.int8) by bitsandbytes, for adapters to train on;
             None keeps the folder's own.
 
@@ -67,6 +68,7 @@ def load_model(
         FileNotFoundError: the folder or the hub name can't be read.
         ValueError: it is another kind of model, or quantised already and `weights` is given.
         ModuleNotFoundError: `weights` is given and bitsandbytes isn't installed.
+        RuntimeError: attention is "auto", and none agrees with the CPU.
     """
     if weights not in (None, "4bit", "8bit"):
         raise ValueError(f"weights {weights!r}: must be '4bit', '8bit' or None")
@@ -74,12 +76,18 @@ def load_model(
     config = AutoConfig.from_pretrained(source)
     if config.model_type != MODEL_TYPE:
         raise ValueError(f"{name_or_path}: model_type is {config.model_type!r} where {MODEL_TYPE!r} is needed")
-    options = dict(dtype=dtype, attn_implementation=attention)
+    options = dict(dtype=dtype, attn_implementation="eager" if attention == "auto" else attention)
     if weights or hasattr(config, "quantization_config"):
         quantization = _quantization(config, weights, dtype, name_or_path)
         options |= dict(device_map={"": torch.device(device)}, quantization_config=quantization)
-        return keep_layout(Qwen2_5_VLForConditionalGeneration.from_pretrained(source, **options)).eval()
-    return Qwen2_5_VLForConditionalGeneration.from_pretrained(source, **options).to(device).eval()
+        model = keep_layout(Qwen2_5_VLForConditionalGeneration.from_pretrained(source, **options))
+    else:
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(source, **options).to(device)
+    if attention == "auto":
+        from vlftlib.operator_check import choose_attention
+
+        choose_attention(model, attention)
+    return model.eval()
 
 
 def _quantization(config, weights: str | None, dtype: torch.dtype | str, name) -> BitsAndBytesConfig | None:

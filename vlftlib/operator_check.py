@@ -153,13 +153,13 @@ def compare_attention(
     return AttentionReport(tuple(results), best and best.part)
 
 
-def choose_attention(model: nn.Module, attention: str, precision: str) -> str:
+def choose_attention(model: nn.Module, attention: str, precision: str | None = None) -> str:
     """The implementation that a policy's `attention` stands for, set on the model: "auto" is `compare_attention`'s verdict.
 
     Args:
         model: on its device; its attention implementation is changed.
         attention: a policy's setting.
-        precision: the one to train in.
+        precision: the one to train in; None takes that of the model's dtype.
 
     Returns:
         The name of the implementation.
@@ -168,6 +168,7 @@ def choose_attention(model: nn.Module, attention: str, precision: str) -> str:
         RuntimeError: none of them agrees with the CPU on this device.
     """
     if attention == "auto":
+        precision = precision or next(name for name, dtype in DTYPES.items() if dtype == model.dtype)
         report = compare_attention(model, model.device, precision)
         if report.recommended is None:
             raise RuntimeError(f"no attention implementation agrees with the CPU on {model.device} in {precision}:\n{report}")

@@ -121,6 +121,20 @@ def test_the_command_line_gives_no_times(draw_examples, tmp_path):
 
 
 @pytest.mark.slow
+def test_precisions_are_compared_without_times(tmp_path):
+    words = ["benchmark", "precision", "--quick", "--device", "npu", "--attention", "eager", "--set", "batch_size=4"]
+    done = rehearsal.rehearse(["-m", "vlftlib", *words, "--output", str(tmp_path)], cache=CACHE, capture=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads((tmp_path / "precision.json").read_text())
+    rows = {row["precision"]: row for row in record["results"]}
+    assert list(rows) == ["float32", "bf16", "fp16"] and record["environment"]["device"] == "npu (rehearsal)"
+    assert all(row["outcome"] == "completed" and "step_time_s" not in row for row in rows.values())
+    assert 0 < rows["fp16"]["loss_drift"] < rows["bf16"]["loss_drift"] < 0.1  # 11 bits against 8
+    assert rows["fp16"]["last_loss_scale"] == 2**16 and rows["bf16"]["last_loss_scale"] is None
+    assert f"recommended on npu (rehearsal), Ascend910B2: {record['settings']['recommended']}" in done.stdout
+
+
+@pytest.mark.slow
 def test_notebook_04_runs_on_the_npu(tmp_path, monkeypatch):
     monkeypatch.setenv("DEVICE", "npu")
     monkeypatch.setenv("STEPS", "10")
