@@ -1,13 +1,17 @@
 """Pictures brought to a few sizes: none distorted, none cut, tokens known from the header, the same in training and evaluation."""
 
+import argparse
+
 import pytest
 import torch
 from PIL import ExifTags, Image
 
+from vlftlib.__main__ import _processor
 from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset
 from vlftlib.forms import Example
 from vlftlib.grids import FILLING, FixedGrid
 from vlftlib.models import TINY_BASE, load_processor
+from vlftlib.runs import RunRecord
 
 GRIDS = "112x112,168x84,84x140"
 
@@ -66,6 +70,20 @@ def test_without_a_grid_a_picture_keeps_its_shape(tmp_path):
         dataset = VisionLanguageDataset([example], load_processor(TINY_BASE, fixed_grid=grid))
         shapes.append(dataset[0]["image_grid_thw"].tolist())
     assert shapes == [[[1, 4, 16]], [[1, 8, 8]]]
+
+
+def test_a_picture_of_a_grids_own_shape_has_the_same_pixels(examples):
+    items = [VisionLanguageDataset(examples[:1], load_processor(TINY_BASE, fixed_grid=grid))[0] for grid in (None, "112x112")]
+    assert torch.equal(items[0]["pixel_values"], items[1]["pixel_values"])
+
+
+def test_adapters_are_evaluated_on_the_grid_that_they_were_trained_on(tmp_path):
+    trained = dict(min_pixels=84 * 140, max_pixels=168 * 84, fixed_grid=GRIDS)
+    RunRecord("x", "completed", {"processor": trained}).save(tmp_path)
+    asked = dict(model=TINY_BASE, min_pixels=None, max_pixels=None, fixed_grid=None, adapters=tmp_path / "adapters")
+    assert str(_processor(argparse.Namespace(**asked)).fixed_grid) == GRIDS
+    assert str(_processor(argparse.Namespace(**asked | {"fixed_grid": "112x112"})).fixed_grid) == "112x112"
+    assert _processor(argparse.Namespace(**asked | {"adapters": None})).fixed_grid is None
 
 
 @pytest.mark.parametrize(
