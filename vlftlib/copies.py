@@ -172,7 +172,10 @@ def group_copies(
     with tqdm(total=count, desc="comparing pictures", unit="image", disable=not progress) as bar:
         for start in range(0, count, block):
             products = signs[start : start + block] @ signs[start:].T
-            rows, columns = np.nonzero(np.triu(products >= close, 1))
+            products[np.tril_indices(len(products))] = -np.inf  # each pair once
+            hit = np.flatnonzero(products.max(1) >= close)  # mostly few: cheaper than to look at every pair twice
+            rows, columns = np.nonzero(products[hit] >= close)
+            rows = hit[rows]
             begins = np.searchsorted(rows, np.arange(len(products) + 1))
             for row in np.flatnonzero(np.diff(begins)):
                 i, near = start + row, start + columns[begins[row] : begins[row + 1]]
