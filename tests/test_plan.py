@@ -1,6 +1,7 @@
 """The plan against bytes that are really kept, on blocks of the real width; and what a user reads off it."""
 
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from vlftlib.dataset import labelled_only
 from vlftlib.memory import Batch, LiveBytes, StepCounter, checkpoint_blocks
 from vlftlib.models import empty_model, full_size_config
 from vlftlib.plan import FRAGMENTATION, GIB, plan_memory, weight_bytes
+from vlftlib.plan_reported import WAYS, compare_reported
 from vlftlib.recipes import LoRA, OFT, Recipe, get_recipe
 from vlftlib.tiny_base import build_model, build_tokenizer
 
+README = Path(__file__).parent.parent / "README.md"
 SIDE = 8  # patches along a picture's side: 16 image tokens
 KINDS = {
     "no adapters": (),
@@ -278,3 +281,14 @@ def test_blocks_alike_are_counted_once():
     counter = StepCounter(model, torch.bfloat16)
     costs = counter.count(Batch(2, 2, 256, 80, True, 16))
     assert len(costs) == 32 + 1 + 36 + 1 and len(counter.costs) <= 10
+
+
+@pytest.mark.slow
+def test_the_reports_peaks_and_readmes_table():
+    """Each reported peak is near 7B's with checkpointing and all logits, and near no other column's throughout."""
+    compared = compare_reported()
+    table, _, notes = str(compared).partition("\n\n")
+    assert table in README.read_text() and "within 10 %" in notes
+    reported = compared.table["reported GB"]
+    near = {way: ((compared.table[way] / reported - 1).abs() < 0.1).all() for way in WAYS}
+    assert near == {"3B": False, "7B": False, "7B, checkpointed": False, "and all logits": True}

@@ -244,7 +244,13 @@ def plan(arguments) -> int:
 
     from vlftlib.models import resolve_source
     from vlftlib.plan import plan_memory
+    from vlftlib.plan_reported import compare_reported
 
+    if arguments.reported:
+        print(compare_reported())
+        return 0
+    if arguments.recipe is None:
+        raise ValueError("plan needs --recipe NAME, or --reported")
     known = arguments.model in ("3B", "7B")
     found = plan_memory(
         arguments.model if known else AutoConfig.from_pretrained(resolve_source(arguments.model)),
@@ -453,7 +459,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = add(plan, "what a run will need in memory, counted on the real architecture without its weights")
     command.add_argument("--model", default="7B", help="3B, 7B, or a folder or hub name of a Qwen2.5-VL")
-    command.add_argument("--recipe", required=True)
+    command.add_argument("--recipe", help="which adapters train")
+    command.add_argument("--reported", action="store_true", help="the reports' configurations beside the peaks that they give")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the recipe")
     command.add_argument("--batch-size", type=int, help="the recipe's by default")
     command.add_argument("--max-pixels", type=int, default=448 * 448)

@@ -94,6 +94,7 @@ class _Run:
     weights: str | None
     gradient_checkpointing: bool
     attention: str
+    all_logits: bool
 
     @property
     def image_tokens(self) -> int:
@@ -114,6 +115,7 @@ def plan_memory(
     weights: str | None = None,
     gradient_checkpointing: bool = False,
     attention: str = "sdpa",
+    all_logits: bool = False,
     device_bytes: int | None = None,
 ) -> MemoryPlan:
     """Plan the memory of a training run.
@@ -130,6 +132,7 @@ def plan_memory(
             and the patch embedding as they are; None quantises nothing.
         gradient_checkpointing: recompute both towers' blocks in the backward.
         attention: "sdpa", "eager" or "flash_attention_2", the last counted as sdpa without a mask.
+        all_logits: of every token, as other trainers compute them; ours computes those of the text, where the labels are.
         device_bytes: the device's memory in bytes.
 
     Returns:
@@ -150,9 +153,9 @@ def plan_memory(
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}: must be at least 1")
-    run = _Run(
-        config, recipe, batch_size, max_pixels, pictures, text_tokens, precision, weights, gradient_checkpointing, attention
-    )
+    shape = dict(batch_size=batch_size, max_pixels=max_pixels, pictures=pictures, text_tokens=text_tokens)
+    way = dict(precision=precision, weights=weights, gradient_checkpointing=gradient_checkpointing, attention=attention)
+    run = _Run(config, recipe, **shape, **way, all_logits=all_logits)
     if run.image_tokens < 1:
         side = config.vision_config.patch_size * config.vision_config.spatial_merge_size
         raise ValueError(f"max_pixels {max_pixels} is below one token's {side} x {side} = {side**2} pixels")
@@ -224,7 +227,8 @@ def _step_bytes(run: _Run, counter: StepCounter, batch_size: int) -> dict[str, i
     tokens = run.pictures * run.image_tokens + run.text_tokens
     padded = batch_size > 1 and run.attention == "sdpa"
     # Only text is answered, and in a batch of many the answers don't all stand at the same places: logits for all of it.
-    costs = counter.count(Batch(batch_size, batch_size * run.pictures, patches, tokens, padded, run.text_tokens))
+    labelled = tokens if run.all_logits else run.text_tokens
+    costs = counter.count(Batch(batch_size, batch_size * run.pictures, patches, tokens, padded, labelled))
     *blocks, head = costs.items()
     before, peak = 0, 0
     for cost in costs.values():
