@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vlftlib import devices
+from vlftlib.__main__ import main
 from vlftlib.devices import apply_policy, describe_environment, get_device, platform_policy
 
 ON_CPU_ALONE = devices.npu_fault() is not None and devices.cuda_fault() is not None
@@ -64,6 +65,27 @@ def test_a_run_on_the_cpu_goes_on_beside_a_torch_npu_that_does_not_load(broken_t
         assert done.returncode == status, done.stderr
         assert "libhccl.so" in done.stderr  # as the error, and as a warning
     assert done.stdout.strip() == "cpu"
+
+
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (None, "torch_npu is not installed"),
+        ("ImportError('libhccl.so: cannot open shared object file')", "libhccl.so"),  # no CANN
+        ("Exception('ASCEND_HOME_PATH : /nope does not exist. Please run set_env.sh')", "ASCEND_HOME_PATH : /nope"),
+        ("ImportError('libtorch_npu.so: undefined symbol: _ZN3c10')", "undefined symbol"),  # made for another torch
+    ],
+)
+def test_the_operator_check_says_why_there_is_no_npu(error, reason, tmp_path, monkeypatch, capsys):
+    if error:
+        (tmp_path / "torch_npu.py").write_text(f"raise {error}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+    elif devices.version_of("torch_npu"):
+        pytest.skip("torch_npu is installed")
+    assert main(["operators", "--device", "npu"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: device 'npu' can't be used: ") and reason in said and "doctor` looks further" in said
+    assert said.count("\n") == 1
 
 
 def test_cuda_build_beside_torch_npu_is_not_even_imported(broken_torch_npu, monkeypatch):

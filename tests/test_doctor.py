@@ -2,6 +2,7 @@ import json
 
 import pytest
 from vlftlib import devices, doctor
+from vlftlib.__main__ import main
 from vlftlib.ascend.installed import (
     in_ranges,
     judge_pair,
@@ -239,6 +240,14 @@ def test_wrong_arithmetic_is_a_fault(tmp_path):
     for error in (0.2, float("nan")):
         diagnosis = run(tmp_path, {}, device="cpu", compute={"relative_error": error, "seconds": 0.1})
         assert [finding.name for finding in diagnosis.faults] == ["compute"]
+
+
+@pytest.mark.parametrize("verdict, status", [("ok", 0), ("warning", 0), ("fault", 1)])
+def test_the_command_exits_1_on_a_fault(verdict, status, monkeypatch, capsys):
+    finding = doctor.Finding("CANN", "not found", verdict, "install it")
+    monkeypatch.setattr(doctor, "diagnose", lambda: doctor.Diagnosis((finding,)))
+    assert main(["doctor", "--json"]) == status == len(json.loads(capsys.readouterr().out)["faults"])
+    assert main(["doctor"]) == status and "not found" in capsys.readouterr().out
 
 
 def test_the_real_probe():

@@ -7,6 +7,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from vlftlib import rehearsal
 from vlftlib.runs import load_run
@@ -60,6 +62,7 @@ def test_a_killed_run_goes_on_exactly(examples, tmp_path):
     assert whole.outcome == again.outcome == "completed"
     assert list(again.history) == list(whole.history)
     assert (tmp_path / "whole/last.safetensors").read_bytes() == (tmp_path / "killed/last.safetensors").read_bytes()
+    assert {value.dtype for value in load_file(tmp_path / "whole/last.safetensors").values()} == {torch.float32}
     # What the scaler did is in the record: an overflow is a step that is skipped and halves, two good ones double.
     scales = [2.0**22, *(entry["loss_scale"] for entry in whole.history)]
     skipped = [entry.get("event", "").startswith("skipped: overflow in fp16") for entry in whole.history]
