@@ -49,7 +49,7 @@ def test_torch_npu_import_error_is_shown(broken_torch_npu):
         get_device("npu")
     with pytest.warns(UserWarning, match="libhccl.so"):
         get_device()
-    with pytest.raises(RuntimeError, match="torch_npu doesn't load, and this process has gone on without it"):
+    with pytest.raises(RuntimeError, match="libhccl.so"):
         get_device("npu")
 
 
@@ -58,13 +58,17 @@ def test_a_run_on_the_cpu_goes_on_beside_a_torch_npu_that_does_not_load(broken_t
     info = broken_torch_npu / "torch_npu-2.13.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
-    arguments = "from transformers import TrainingArguments; print(TrainingArguments(output_dir='x', use_cpu=True).device)"
     path = f"import sys; sys.path.insert(0, {str(broken_torch_npu)!r}); "
-    for choose, status in (("", 1), ("from vlftlib.devices import get_device; get_device('cpu'); ", 0)):
-        done = subprocess.run([sys.executable, "-c", path + choose + arguments], capture_output=True, text=True)
-        assert done.returncode == status, done.stderr
-        assert "libhccl.so" in done.stderr  # as the error, and as a warning
-    assert done.stdout.strip() == "cpu"
+    arguments = "from transformers import TrainingArguments; print(TrainingArguments(output_dir='x', use_cpu=True).device)"
+    command = "from vlftlib.__main__ import main; sys.exit(main(['train', '--recipe', 'none', '--output', 'x', '--device', 'cpu']))"
+    for code, status, said in (
+        (arguments, 1, ""),
+        ("import vlftlib; vlftlib.train; " + arguments, 0, "the NPU is passed over"),
+        (command, 1, "error: unknown recipe 'none'"),
+    ):
+        done = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True)
+        assert done.returncode == status and said in done.stderr, done.stderr
+        assert "libhccl.so" in done.stderr and done.stdout == ("" if status else "cpu\n")
 
 
 @pytest.mark.parametrize(

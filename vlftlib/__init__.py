@@ -34,6 +34,8 @@ __all__ = sorted(_NAMES)
 def __getattr__(name: str):
     if name not in _NAMES:
         raise AttributeError(f"module 'vlftlib' has no attribute {name!r}")
+    if _NAMES[name] != "devices":
+        importlib.import_module("vlftlib.devices").leave_out_torch_npu()  # before transformers is imported
     return getattr(importlib.import_module(f"vlftlib.{_NAMES[name]}"), name)
 
 

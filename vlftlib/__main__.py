@@ -6,14 +6,14 @@ import json
 import sys
 from pathlib import Path
 
-from vlftlib.devices import PRECISIONS, import_torch
+from vlftlib.devices import PRECISIONS, get_device
 
 ROOT = Path(__file__).parent.parent
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
 def train(arguments) -> int:
-    from vlftlib.devices import get_device, platform_policy
+    from vlftlib.devices import platform_policy
     from vlftlib.samples import load_splits
     from vlftlib.trainer import TrainConfig
     from vlftlib.trainer import train as run_training
@@ -54,7 +54,7 @@ def train(arguments) -> int:
 
 def evaluate(arguments) -> int:
     from vlftlib.comparison import evaluate_run
-    from vlftlib.devices import get_device, platform_policy
+    from vlftlib.devices import platform_policy
     from vlftlib.samples import load_splits
 
     device = get_device(arguments.device)
@@ -78,7 +78,7 @@ def evaluate(arguments) -> int:
 
 def predict(arguments) -> int:
     from vlftlib.adapters import load_adapters
-    from vlftlib.devices import get_device, platform_policy
+    from vlftlib.devices import platform_policy
     from vlftlib.evaluation import ask
     from vlftlib.images import ImageError
 
@@ -173,7 +173,7 @@ def merge(arguments) -> int:
 
 def operators(arguments) -> int:
     from vlftlib.adapters import apply_recipe
-    from vlftlib.devices import get_device, platform_policy
+    from vlftlib.devices import platform_policy
     from vlftlib.models import load_model
     from vlftlib.operator_check import check_operators, compare_attention
 
@@ -189,8 +189,6 @@ def operators(arguments) -> int:
 
 
 def benchmark(arguments) -> int:
-    from vlftlib.devices import get_device
-
     device = get_device(arguments.device)
     output = arguments.output or ROOT / "data" / "benchmarks"
     print(BENCHMARKS[arguments.what](arguments, device, output))
@@ -486,8 +484,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(words: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(words)
     try:
-        if arguments.function not in (doctor, rehearse):  # these two also run where torch can't be imported
-            import_torch()
+        # transformers imports torch_npu where it is installed, so whether that loads is found out first, and said. Two commands
+        # also run where torch itself can't be imported.
+        if arguments.function not in (doctor, rehearse):
+            get_device(getattr(arguments, "device", None))
         return arguments.function(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -29,6 +29,7 @@ DEVICE_TYPES = ("npu", "cuda", "cpu")  # in the order of preference
 REHEARSAL = "npu (rehearsal)"  # the device of a run on the stand-in for CANN
 PRECISIONS = ("float32", "bf16", "fp16")
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_left_out: dict[str, str] = {}  # why this process goes on without an installed torch_npu
 STAND_IN_MARK = "vlftlib_stand_in"  # a symbol that only the rehearsal's libascendcl.so exports
 
 
@@ -65,7 +66,7 @@ def npu_fault(index: int = 0) -> str | None:
     torch_npu fails in its own ways, as ImportError, RuntimeError or bare Exception, so whatever it raises is the reason given.
     """
     if sys.modules.get("torch_npu", "unknown") is None:
-        return "torch_npu doesn't load, and this process has gone on without it"
+        return _left_out["torch_npu"]
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
     torch = import_torch()
@@ -126,14 +127,16 @@ def get_device(name: str | torch.device | None = None) -> torch.device:
 
 
 def leave_out_torch_npu() -> None:
-    """Where another device is used: warn of an installed torch_npu that can't be, and keep one that doesn't load out of the process.
+    """Warn of an installed torch_npu that can't be used, and keep one that doesn't load out of this process.
 
-    transformers imports torch_npu, where it is installed, for every device, so its error would end a run on the CPU too.
+    transformers imports torch_npu wherever it is installed, so its error would end a run on the CPU too. To be called before
+    transformers is imported.
     """
     if importlib.util.find_spec("torch_npu") is None or (fault := npu_fault()) is None:
         return
     warnings.warn(f"the NPU is passed over though torch_npu is installed: {fault}", stacklevel=3)
     if "torch_npu" not in sys.modules:
+        _left_out["torch_npu"] = fault
         sys.modules["torch_npu"] = None  # Python's own mark for a module that is not to be imported
 
 
