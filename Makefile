@@ -9,7 +9,7 @@ STAMP := .venv/installed
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long lab figures rehearse-npu notebooks base clean
+.PHONY: help install run test test-long lab benchmark figures rehearse-npu notebooks base clean
 
 help:  ## list the targets
 	@awk -F ':.*## +' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +38,10 @@ test-long: $(STAMP)  ## the slow tests, and those that need an extra
 lab: $(STAMP)  ## JupyterLab on the notebooks
 	$(VENV)/python -m jupyter lab notebooks
 
-figures: $(STAMP)  ## draw figures/ and README's table again from the run records in data/reference
+benchmark: $(STAMP)  ## measure OFT, the data check, generation and the precisions: two hours on two quiet cores
+	for name in oft check generation precision; do $(VENV)/python -m vlftlib benchmark $$name --output data/reference/benchmarks || exit 1; done
+
+figures: $(STAMP)  ## draw figures/ and README's tables again from the records in data/reference
 	$(VENV)/python -m vlftlib compare --show data/reference --readme README.md
 
 rehearse-npu: $(STAMP)  ## all recipes on the genuine torch_npu over a stand-in for CANN

@@ -6,6 +6,7 @@ batch: each layer is charged its share.
 """
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from peft import HRAConfig, LoraConfig, OFTConfig, PsoftConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
@@ -74,11 +76,11 @@ def measure_oft(*, device: torch.device, output: str | os.PathLike, repeats: int
     """
     shrink, repeats = (16, 2) if quick else (1, repeats)
     layers: list[dict] = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for (in_features, out_features), sharing in WIDTHS.items():
-            shape = in_features // shrink, out_features // shrink, TOKENS // shrink
-            blocks = [block // shrink for block in BLOCKS]
-            layers += measure_width(*shape, sharing, blocks, dtype, device, repeats)
+    cases = list(itertools.product((torch.float32, torch.bfloat16), WIDTHS.items()))
+    for dtype, ((in_features, out_features), sharing) in tqdm(cases, desc="widths", unit="width", mininterval=0):
+        shape = in_features // shrink, out_features // shrink, TOKENS // shrink
+        blocks = [block // shrink for block in BLOCKS]
+        layers += measure_width(*shape, sharing, blocks, dtype, device, repeats)
     tower = count_tower(BLOCKS[0] // (4 if quick else 1), depth=2 if quick else 32)
     merges = measure_merges(3584 // shrink, BLOCKS[0] // shrink, device, repeats)
     errors = measure_errors(1280 // shrink, BLOCKS[0] // shrink, device)

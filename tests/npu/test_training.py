@@ -72,8 +72,9 @@ def test_a_recipe_trains_on_the_npu_as_on_the_cpu(name, base, processor, example
     )
     losses = [entry["loss"] for entry in on_cpu.history]
     assert found["bf16"][0] == pytest.approx(losses[0], rel=1e-3)
-    assert found["bf16"] == pytest.approx(losses, abs=3e-3)  # bf16 has 8 bits: what a step rounds, the next ones carry on
-    assert found["fp16"] == pytest.approx(losses, abs=0.02 * max(losses))
+    # A later loss carries what the updates before it rounded, and that differs from one processor's bf16 to another's.
+    assert found["bf16"] == pytest.approx(losses, abs=0.05 * losses[0])
+    assert found["fp16"] == pytest.approx(losses, abs=0.05 * losses[0])
     assert (found["bf16 dtype"], found["fp16 dtype"]) == ("bfloat16", "float16")
     assert found["fp16 policy"]["loss_scale"] == 2**16 and found["fp16 policy"]["optimizer"] == "adamw_torch"
     assert found["environment"]["device"] == "npu (rehearsal)" and found["times"] == [] and found["merged"] is True
