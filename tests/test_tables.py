@@ -5,7 +5,7 @@ import pytest
 
 from vlftlib.figures import cost_figure, history_figure, quality_figure, reported_figure, save_figure, wilson_interval
 from vlftlib.runs import RunRecord
-from vlftlib.tables import REPORTED, comparison_table, format_table, overhead_table, published_table, write_readme
+from vlftlib.tables import REPORTED, comparison_table, format_table, overhead_tables, published_table, write_readme
 
 SETUP = {"environment": {"device": "cpu", "device_name": "test"}}
 
@@ -51,12 +51,16 @@ def test_table_holds_completed_runs_and_says_what_is_missing():
     assert "16,128" in lines[3] and "| - " in lines[2].replace(" - ", "| - ") and "0.250" in lines[3]
 
 
-def test_overheads_by_width_and_method():
-    shape = dict(in_features=1280, out_features=3840, dtype="float32")
-    rows = [shape | dict(case=case, overhead=overhead) for case, overhead in (("frozen", 0), ("LoRA r 32", 0.3), ("ours 64", 0.021))]
-    lines = format_table(overhead_table(rows)).splitlines()
-    assert lines[0].split("|")[1:4] == [" % over the frozen layer ", " LoRA r 32 ", " ours 64 "]
-    assert [cell.strip() for cell in lines[2].split("|")[1:4]] == ["1,280 → 3,840 float32", "30.0", "2.1"]
+def test_overheads_by_method_and_width():
+    rows = [
+        dict(in_features=1280, out_features=3840, dtype=dtype, case=case, overhead=overhead)
+        for dtype, times in (("float32", 1), ("bfloat16", 2))
+        for case, overhead in (("frozen", 0), ("LoRA r 32", 0.3 * times), ("ours 64", 0.021 * times))
+    ]
+    single, half = (text.splitlines() for text in overhead_tables(rows).split("\n\n"))
+    assert [cell.strip() for cell in single[0].split("|")[1:3]] == ["float32", "1,280 → 3,840"]
+    assert [cell.strip() for cell in single[3].split("|")[1:3]] == ["ours 64", "2.1"]
+    assert len(half) == 4 and half[2].split() == ["|", "LoRA", "r", "32", "|", "60.0", "|"]
 
 
 def test_published_figures_stand_beside_measured_ones_and_say_so():

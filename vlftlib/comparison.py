@@ -15,7 +15,7 @@ from vlftlib.figures import cost_figure, history_figure, overhead_figure, qualit
 from vlftlib.memory import peak_memory_bytes, reset_peak_memory
 from vlftlib.runs import COMPLETED, FILE, RunRecord, describe_run, load_run, load_runs
 from vlftlib.samples import Splits
-from vlftlib.tables import comparison_table, format_table, overhead_table, published_table, write_readme
+from vlftlib.tables import comparison_table, format_table, overhead_tables, published_table, write_readme
 
 
 def evaluate_run(
@@ -113,6 +113,6 @@ def show_runs(folder: str | os.PathLike, figures: str | os.PathLike, readme: str
     if readme:
         write_readme(text, readme)
         layers = json.loads((Path(folder) / "benchmarks" / "oft.json").read_text())["results"]["layers"]
-        write_readme(format_table(overhead_table(layers)), readme, "overhead")
+        write_readme(overhead_tables(layers), readme, "overhead")
         save_figure(overhead_figure(layers), "overhead", figures)
     return "\n".join(part for part in (text, published_table(runs), f"records in {folder}, figures in {figures}") if part)

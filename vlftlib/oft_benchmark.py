@@ -28,7 +28,7 @@ from vlftlib.oft import OFTLinear
 from vlftlib.operators import operator_census
 from vlftlib.orthogonal import cayley_iterations, unpack_skew
 from vlftlib.rotating import rotated_weight
-from vlftlib.tables import format_table, overhead_table
+from vlftlib.tables import overhead_tables
 
 # in and out features, and how many layers of that shape share one map
 WIDTHS = {
@@ -55,7 +55,7 @@ class OFTBenchmark:
     path: Path
 
     def __str__(self) -> str:
-        lines = [format_table(overhead_table(self.layers)), ""] if "overhead" in self.layers[0] else []
+        lines = ["% over the frozen layer", overhead_tables(self.layers), ""] if "overhead" in self.layers[0] else []
         lines += ["operators of a step of a 32-block vision tower"]
         lines += [f"{row['case']:32} {row['operators']:6,}" for row in self.tower]
         if "time_ratio" in self.merges[0]:

@@ -63,14 +63,14 @@ def format_table(table: pd.DataFrame) -> str:
     return "\n".join([line(header), rule, *map(line, body)])
 
 
-def overhead_table(layers: Sequence[dict]) -> pd.DataFrame:
-    """What each method adds to the frozen layer's step in %, median of the rounds; rows of `oft_benchmark.measure_width`."""
-    rows: dict[str, dict[str, float]] = {}
+def overhead_tables(layers: Sequence[dict]) -> str:
+    """What each method adds to the frozen layer's step in %, median of the rounds, a table a dtype; rows of `measure_width`."""
+    tables: dict[str, dict[str, dict[str, float]]] = {}
     for row in layers:
         if row["case"] != "frozen":
-            shape = f"{row['in_features']:,} → {row['out_features']:,} {row['dtype']}"
-            rows.setdefault(shape, {})[row["case"]] = 100 * row["overhead"]
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("% over the frozen layer")
+            width = f"{row['in_features']:,} → {row['out_features']:,}"
+            tables.setdefault(row["dtype"], {}).setdefault(width, {})[row["case"]] = 100 * row["overhead"]
+    return "\n\n".join(format_table(pd.DataFrame(table).rename_axis(dtype)) for dtype, table in tables.items())
 
 
 def published_table(runs: Sequence[RunRecord], split: str = "test") -> str:
