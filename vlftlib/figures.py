@@ -200,7 +200,7 @@ def overhead_figure(layers: Sequence[dict]) -> Figure:
     data["width"] = [f"{i:,}\n→ {o:,}" for i, o in zip(data["in_features"], data["out_features"])]
     data["percent"] = 100 * data["overhead"]
     grid = sns.catplot(data, x="width", y="percent", hue="case", col="dtype", kind="bar", palette="colorblind", height=4, aspect=1.3)
-    grid.set(xlabel="", ylabel="% over the frozen layer", yscale="symlog")
+    grid.set(xlabel="", ylabel="% over the frozen layer", yscale="symlog", ylim=(1.5 * min(0, data["percent"].min()), None))
     grid.set_titles("{col_name}")
     for axes in grid.axes.flat:
         axes.axhline(0, color=GREY, linewidth=0.8)
