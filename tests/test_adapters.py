@@ -440,9 +440,11 @@ def test_bad_folders_are_refused_and_change_nothing(base, pristine, tmp_path):
 
     refused("no adapters here", FileNotFoundError, tmp_path)
     strange = {key.replace(".layers.", ".blocks."): value for key, value in good.items()}
+    foreign = {key.replace(".language_model.", ".vision_tower.encoder."): value for key, value in good.items()}
     first = sorted(good)[0]
     for tensors, message in (
         (strange, "12 of 12 modules aren't in this model's .*text.mlp: model.language_model.blocks.0.self_attn.k_proj"),
+        (foreign, "12 of 12 modules aren't in this model's .*text.mlp: model.vision_tower.encoder.layers.0"),
         ({key: value for key, value in good.items() if key != first}, "k_proj has lora_B alone"),
         ({key: value for key, value in good.items() if ".0.self_attn.k_" not in key}, "1 modules without weights"),
         ({first: good[first], "base_model.model.lm_head.weight": good[first].clone()}, "not LORA weights: .*lm_head"),
@@ -459,11 +461,20 @@ def test_bad_folders_are_refused_and_change_nothing(base, pristine, tmp_path):
     for change, message in (
         ({"use_dora": True}, "use_dora is True"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which has no counterpart here .only True or False"),
+        ({"bias": "lora_only"}, "bias is 'lora_only', which has no counterpart here .only 'none'"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
+        ({"target_modules": None}, "target_modules is missing"),
+        ({"r": 8}, "has rank 32, adapter_config.json says 8"),
+        ({"rank_pattern": {"v_proj": 2}}, "v_proj has rank 32, adapter_config.json says 2"),
+        ({"exclude_modules": ["layers.0.self_attn.q_proj"]}, "weights for 1 modules that adapter_config.json doesn't name: .*q_pr"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, "weights for 11 modules that adapter_config.json doesn't"),
+        ({"target_modules": [*settings["target_modules"], "lm_head"]}, "names 1 modules without weights: lm_head"),
         ({"field_of_the_future": 1}, "field_of_the_future is 1"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"peft_type": "OFT", "use_cayley_neumann": True, "coft": True}, "coft is True"),
         ({"peft_type": "OFT"}, "no use_cayley_neumann: saved by a PEFT before 0.16"),
+        ({"peft_type": "OFT", "use_cayley_neumann": True, "peft_version": "0.17.1"}, "with peft_version '0.17.1': before 0.18"),
         ({"peft_type": "OFT", "use_cayley_neumann": True, "num_cayley_neumann_terms": 0, "r": 0}, "not OFT weights"),
     ):
         config.write_text(json.dumps(settings | change))
@@ -475,6 +486,47 @@ def test_bad_folders_are_refused_and_change_nothing(base, pristine, tmp_path):
     other.config.text_config.num_hidden_layers = 4
     with pytest.raises(ValueError, match="adapters of another base: text_config.num_hidden_layers 3 there, 4 here"):
         load_adapters(other, tmp_path / "a")
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"modules_to_save": ["merger"]}, "merger.modules_to_save.default.* can be trained and would be lost"),
+        ({"bias": "all"}, "bias.* can be trained and would be lost"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"target_parameters": ["gate_proj.weight"]}, "target_parameters is"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens has an adapter outside the known scopes"),
+    ],
+)
+def test_what_stock_peft_trains_is_saved_or_refused(base, tmp_path, options, message):
+    """In a PeftModel, in the model inside, and in one that was loaded to answer, where nothing trains."""
+    config = peft.LoraConfig(r=2, **{"target_modules": ["q_proj"]} | options)
+    wrapped = peft.get_peft_model(base, config)
+    for model in (wrapped, wrapped.get_base_model()):
+        with pytest.raises(ValueError, match=message):
+            save_adapters(model, tmp_path / "a")
+    if "tokens" not in message:
+        with pytest.raises(ValueError, match=next(iter(options))):
+            save_adapters(wrapped.requires_grad_(False), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_a_folder_has_no_place_for_is_refused(base, tmp_path):
+    apply_oft(base, "vision.merger", 64, scale=True)
+    base.model.visual.merger.mlp[2].oft_scale = torch.nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="merger.mlp.2 has a scale of its own: the layers of a tower share one"):
+        save_adapters(base, tmp_path / "a")
+    base.model.visual.merger.mlp[2].oft_scale = base.model.visual.merger.mlp[0].oft_scale
+    base.model.visual.blocks[0].attn.qkv.requires_grad_(True)
+    with pytest.raises(ValueError, match="blocks.0.attn.qkv.bias, .*weight can be trained and would be lost, .*: freeze it first"):
+        save_adapters(base, tmp_path / "a")
+    base.model.visual.blocks[0].attn.qkv.requires_grad_(False)
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    wrapped.add_adapter("second", peft.LoraConfig(target_modules=["k_proj"]))
+    with pytest.raises(ValueError, match="k_proj has the LoRA adapters second, active default: there can be one, active"):
+        save_adapters(wrapped, tmp_path / "a")
 
 
 def test_saving_replaces_whole_folders_or_nothing(base, tmp_path, monkeypatch):

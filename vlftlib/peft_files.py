@@ -81,18 +81,19 @@ def read_folder(folder: Path, config_file: str = CONFIG) -> tuple[dict[str, Stor
     """
     raw = json.loads((folder / config_file).read_text())
     method = raw.get("peft_type")
-    if method not in _CONFIGS:
-        raise ValueError(f"{folder}: peft_type is {method!r}; LORA, OFT and HRA can be read")
-    defaults = _CONFIGS[method](target_modules=["any"]).to_dict()
-    allowed = {"init_lora_weights": (True, False, "gaussian")}  # the others change the base's weights too
-    for name, value in raw.items():
-        unset = not value and not defaults.get(name)  # also a switch of a later PEFT, off
-        if name not in _FREE and not unset and value not in allowed.get(name, (defaults.get(name), None)):
-            right = defaults.get(name)
-            raise ValueError(f"{folder / config_file}: {name} is {value!r}, which has no counterpart here (only {right!r})")
+    defaults = check_config(raw, folder / config_file)
     if method == "OFT" and "use_cayley_neumann" not in raw:
         raise ValueError(f"{folder / config_file}: no use_cayley_neumann: saved by a PEFT before 0.16, whose OFT is another")
+    if method == "OFT" and raw["use_cayley_neumann"]:
+        version = raw.get("peft_version") or "0.17"  # 0.18 was the first to write it
+        if tuple(map(int, version.split(".")[:2])) < (0, 18):
+            raise ValueError(
+                f"{folder / config_file}: use_cayley_neumann with peft_version {raw.get('peft_version')!r}: before 0.18 the series "
+                "ended in twice its last power, so that today's PEFT reads another rotation, too"
+            )
     config = _CONFIGS[method](**{name: raw[name] for name in raw if name in defaults and name != "peft_type"})
+    if config.target_modules is None:
+        raise ValueError(f"{folder / config_file}: target_modules is missing")
     by_module: dict[str, dict[str, Tensor]] = {}
     strange = []
     for key, tensor in _read_weights(folder).items():
@@ -105,6 +106,30 @@ def read_folder(folder: Path, config_file: str = CONFIG) -> tuple[dict[str, Stor
     if strange or not by_module:
         raise ValueError(f"{folder / WEIGHTS}: not {method} weights: {', '.join(strange[:5]) or 'no tensor at all'}")
     return {path: _translate(folder, config, path, tensors) for path, tensors in by_module.items()}, config
+
+
+def check_config(config: Mapping, where: object) -> dict:
+    """Refuse a PEFT configuration that says what has no counterpart here; returns PEFT's defaults for its method.
+
+    Args:
+        config: as in adapter_config.json.
+        where: it is, for the error.
+
+    Raises:
+        ValueError: another method than LoRA, OFT and HRA, or a setting that cannot be represented, by name.
+    """
+    method = config.get("peft_type")
+    if method not in _CONFIGS:
+        raise ValueError(f"{where}: peft_type is {method!r}; LORA, OFT and HRA can be represented")
+    defaults = _CONFIGS[method](target_modules=["any"]).to_dict()
+    allowed = {"init_lora_weights": (True, False, "gaussian", "eva", "orthogonal")}  # the others change the base's weights too
+    for name, value in config.items():
+        unset = not value and not defaults.get(name)  # also a switch of a later PEFT, off
+        right = allowed.get(name, (defaults.get(name),))
+        if name not in _FREE and not unset and value is not None and value not in right:
+            only = " or ".join(map(repr, right))
+            raise ValueError(f"{where}: {name} is {value!r}, which has no counterpart here (only {only})")
+    return defaults
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -123,6 +148,8 @@ def _translate(folder: Path, config: PeftConfig, path: str, tensors: dict[str, T
         if set(tensors) != {"lora_A", "lora_B"}:
             raise ValueError(f"{folder / WEIGHTS}: {path} has {', '.join(tensors)} alone, LoRA needs lora_A and lora_B")
         r = tensors["lora_A"].shape[0]
+        if r != (named := config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), path), config.r)):
+            raise ValueError(f"{folder / WEIGHTS}: {path} has rank {r}, {CONFIG} says {named}")
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), path), config.lora_alpha)
         return StoredAdapter("lora", r, tensors, alpha * math.sqrt(r) if config.use_rslora else alpha, config.lora_dropout)
     values = tensors["oft_R"]
@@ -140,6 +167,8 @@ def _translate(folder: Path, config: PeftConfig, path: str, tensors: dict[str, T
         return StoredAdapter("cayley_neumann", size, {"oft_R": values}, neumann_terms=terms, **common)
     if values.shape[1] % 2:
         raise ValueError(f"{folder / WEIGHTS}: {path} has {values.shape[1]} reflections; an odd number is no rotation")
+    if values.shape[1] > values.shape[0]:
+        raise ValueError(f"{folder / WEIGHTS}: {path} has {values.shape[1]} reflections of {values.shape[0]} inputs: too many")
     if config.apply_GS:  # up to their signs, which a reflection ignores, QR's columns are Gram-Schmidt's
         values = torch.linalg.qr(values.double()).Q.float()
     return StoredAdapter("householder", values.shape[1], {"oft_R": values})

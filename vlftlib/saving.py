@@ -18,14 +18,17 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 import vlftlib
-from vlftlib.attach import adapted_modules, add_lora, add_oft, check_free, some
+from vlftlib.attach import adapted_modules, adapter_parameters, add_lora, add_oft, check_free, some
 from vlftlib.oft import OFTLinear
 from vlftlib.orthogonal import NEUMANN_ERROR, orthogonality_error
-from vlftlib.peft_files import CONFIG, StoredAdapter, is_target, read_folder, write_folder
+from vlftlib.peft_files import CONFIG, StoredAdapter, check_config, is_target, read_folder, write_folder
 from vlftlib.scopes import SCOPES, place_of, scope_of, tower_of
 
 MANIFEST = "vlftlib.json"
 SCALED_CONFIG = "scaled_adapter_config.json"  # PEFT would load the folder and lose the scale, so it must not find a config
+# What comes before a module's place, in one or another transformers or in an inner model. A place alone would do for another
+# model's encoder.layers.0, too.
+_LAYOUTS = ("", "model.", "language_model.", "model.language_model.")
 _ARCHITECTURE = {
     "vision_config": "depth hidden_size intermediate_size num_heads out_hidden_size patch_size spatial_merge_size "
     "temporal_patch_size window_size fullatt_block_indexes",
@@ -54,13 +57,23 @@ def _stored(path: str, layer: OFTLinear | LoraLayer) -> StoredAdapter:
     return StoredAdapter("lora", layer.r[name], tensors, _plain(layer.scaling[name] * layer.r[name]), dropout)
 
 
+def _refuse_what_else_was_trained(model: nn.Module) -> None:
+    """Base weights that train, and PEFT configurations that the layers alone don't show: modules_to_save, bias, PiSSA."""
+    adapters = {id(item.parameter) for item in adapter_parameters(model)}
+    if others := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in adapters]:
+        raise ValueError(f"{some(others)} can be trained and would be lost, adapters alone are saved: freeze it first")
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        check_config(config.to_dict(), f"PEFT's adapter {name}")
+
+
 def _plain(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
 def _lora_name(path: str, layer: LoraLayer) -> str:
-    if len(layer.lora_A) != 1:
-        raise ValueError(f"{path} has {len(layer.lora_A)} LoRA adapters ({', '.join(layer.lora_A)}), there can be one")
+    if len(layer.lora_A) != 1 or list(layer.lora_A) != layer.active_adapters:
+        active = ", ".join(layer.active_adapters) or "none"
+        raise ValueError(f"{path} has the LoRA adapters {', '.join(layer.lora_A)}, active {active}: there can be one, active")
     return next(iter(layer.lora_A))
 
 
@@ -99,14 +112,17 @@ def save_adapters(model: nn.Module, path: str | os.PathLike) -> Path:
     layers = adapted_modules(model)
     if not layers:
         raise ValueError("the model has no adapters to save")
+    _refuse_what_else_was_trained(model)
     groups: dict[tuple, dict[str, StoredAdapter]] = {}
-    scales = {}
+    scales, tower_scales = {}, {}
     for where, layer in layers.items():
         if place_of(where) is None:
             raise ValueError(f"{where} has an adapter outside the known scopes ({', '.join(SCOPES)}): save it by PEFT")
         stored, scale = _stored(where, layer), getattr(layer, "oft_scale", None)
+        if scale is not None and scale is not tower_scales.setdefault(tower_of(where), scale):
+            raise ValueError(f"{where} has a scale of its own: the layers of a tower share one (apply_oft)")
         group = stored.settings, tower_of(where) if scale is not None else None
-        groups.setdefault(group, {})[re.sub(r"^(module\.|_orig_mod\.|base_model\.model\.)+", "", where)] = stored
+        groups.setdefault(group, {})[_unwrapped(where)] = stored
         scales[group] = None if scale is None else scale.item()
     name = getattr(model.config, "_name_or_path", "") or None
     name = None if name is None or Path(name).exists() else name
@@ -223,8 +239,9 @@ def _check_base(model: nn.Module, saved: dict, path: Path) -> None:
 def _match(model, folder: Path, adapters: dict[str, StoredAdapter], config) -> dict[str, StoredAdapter]:
     """A folder's adapters by the model's own module paths, complete and of the right shapes."""
     here = {place_of(path): path for path, module in model.named_modules() if hasattr(module, "in_features")}
-    unknown = [path for path in adapters if place_of(path) is None or place_of(path) not in here]
-    if unknown:
+    here.pop(None, None)
+    before = {path: _unwrapped(path).removesuffix(place_of(path) or "") for path in adapters}
+    if unknown := [path for path in adapters if place_of(path) not in here or before[path] not in _LAYOUTS]:
         scopes = ", ".join(SCOPES)
         raise ValueError(f"{folder}: {len(unknown)} of {len(adapters)} modules aren't in this model's {scopes}: {some(unknown)}")
     found = {}
@@ -242,19 +259,25 @@ def _match(model, folder: Path, adapters: dict[str, StoredAdapter], config) -> d
         if where in found:
             raise ValueError(f"{folder}: {where} has weights under two names, one of them {path}")
         found[where] = adapter
-    # what the configuration names, it names in the layout that the keys are in
-    old = {tower_of(path) for path in adapters if path in _older_layout(here[place_of(path)])}
-    named = {path: _older_layout(path)[-1] if tower_of(path) in old else path for place, path in here.items() if place}
-    missing = [path for path, name in named.items() if path not in found and is_target(config, name)]
-    if missing:
+    inside = tuple(f"{path}." for path in adapted_modules(model))
+    kinds = (nn.Linear, nn.Embedding, nn.Conv3d, OFTLinear, LoraLayer)
+    modules = [path for path, module in model.named_modules() if isinstance(module, kinds) and not path.startswith(inside)]
+    # the configuration names modules in the layout that the keys are in, or in this model's
+    layouts = {tower_of(path): prefix for path, prefix in before.items()}
+    own = {path: _unwrapped(path) for path in modules}
+    older = own | {path: layouts[tower_of(path)] + place_of(path) for path in modules if tower_of(path) in layouts}
+    named, otherwise = ({path for path in modules if is_target(config, names[path])} for names in (older, own))
+    if found.keys() in (named, otherwise):
+        return found
+    if missing := named - found.keys():
         raise ValueError(f"{folder}: {CONFIG} names {len(missing)} modules without weights: {some(missing)}")
-    return found
+    left_over = found.keys() - named
+    raise ValueError(f"{folder}: weights for {len(left_over)} modules that {CONFIG} doesn't name: {some(left_over)}")
 
 
-def _older_layout(path: str) -> list[str]:
-    """What transformers before 4.52 called a module, where that is another path: `visual.`, `model.layers.`."""
-    older = path.replace("model.visual.", "visual.").replace("model.language_model.layers.", "model.layers.")
-    return [older] if older != path else []
+def _unwrapped(path: str) -> str:
+    """A module path without what DDP, torch.compile and PEFT put before it."""
+    return re.sub(r"^(module\.|_orig_mod\.|base_model\.model\.)+", "", path)
 
 
 def _check_same(where: str, layer, adapter: StoredAdapter, scale: float | None) -> None:
