@@ -31,7 +31,7 @@ test: $(STAMP)  ## tests and notebooks, without the slow ones
 	$(VENV)/python -m pytest -m "not slow" --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 180 tests notebooks
 
 test-long: $(STAMP)  ## the slow tests, and those that need an extra
-	$(VENV)/python -m pip install -q -c constraints.txt -e '.[elpv,quant]'
+	$(VENV)/python -m pip install -q -c constraints.txt -e '.[elpv,quant,tensorboard]'
 	$(VENV)/python -m pytest -m slow tests
 	$(VENV)/python -m pytest -m "not slow" -k bit tests/test_oft.py tests/test_checkpointing.py tests/test_plan.py tests/test_quantized.py
 

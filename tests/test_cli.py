@@ -1,14 +1,17 @@
 """The command line: its results equal the calls', and bad input gives one clear line and a non-zero exit."""
 
+import dataclasses
 import json
 
 import pytest
 
 from vlftlib.__main__ import main
+from vlftlib.models import TINY_BASE, load_model, load_processor
 from vlftlib.reading import write_examples
-from vlftlib.models import TINY_BASE
+from vlftlib.recipes import TINY_BASE_OVERRIDES, get_recipe
 from vlftlib.runs import load_run
-from vlftlib.samples import QUESTION
+from vlftlib.samples import QUESTION, load_splits
+from vlftlib.trainer import TrainConfig, train
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,36 @@ def test_train_writes_adapters_and_record(tuned):
     assert (run.name, run.outcome, len(run.history)) == ("oft_vision", "completed", 2)
     assert run.evaluation("test")["examples"] == 3 and (tuned / "adapters" / "oft-b64").is_dir()
     assert run.setup["recipe"]["overrides"]["batch_size"] == 4
+
+
+def test_train_is_the_notebooks_call(tuned, data, tmp_path):
+    splits = load_splits(data)
+    recipe = get_recipe("oft_vision", **TINY_BASE_OVERRIDES["oft_vision"] | dict(batch_size=4, gradient_accumulation_steps=1))
+    run = train(
+        load_model(TINY_BASE),
+        load_processor(TINY_BASE),
+        recipe,
+        splits.parts["train"],
+        tmp_path / "run",
+        evaluate_on={name: splits.parts[name] for name in ("validation", "test")},
+        config=TrainConfig(max_steps=2),
+        data=splits.describe(),
+        metric=splits.metric,
+    )
+    same = [_without_times(json.loads(json.dumps(dataclasses.asdict(record)))) for record in (run, load_run(tuned))]
+    assert same[0] == same[1] and same[0]["history"][1]["loss"]
+    files = [path / "adapters" / "oft-b64" / "adapter_model.safetensors" for path in (tmp_path / "run", tuned)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def _without_times(value):
+    """A record without what differs from one run to the next: times, rates, memory, dates."""
+    if isinstance(value, list):
+        return [_without_times(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    drop = ("_s", "_per_second", "_bytes", "_share", "written", "started", "date")
+    return {key: _without_times(item) for key, item in value.items() if not key.endswith(drop)}
 
 
 def test_evaluate_and_predict_agree(tuned, data, tmp_path, capsys):

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from transformers.integrations import is_tensorboard_available
 
 from vlftlib.adapters import adapter_parameters, apply_recipe, load_adapters
 from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset, labelled_only
@@ -335,6 +336,26 @@ def test_a_signal_ends_the_step_saves_and_leaves(number, processor, examples, tm
     assert load_run(tmp_path / "left").outcome == "interrupted at step 2" and (tmp_path / "left" / "checkpoint-2").is_dir()
     run = train(load_model(TINY_BASE), processor, recipe, examples, tmp_path / "left", config=config, resume=True)
     assert [entry["loss"] for entry in run.history] == [entry["loss"] for entry in whole.history]
+
+
+def test_tensorboard_is_asked_for_by_name(base, processor, examples, tmp_path):
+    recipe, config = get_recipe("oft_vision", **QUICK), TrainConfig(max_steps=1, tensorboard=True)
+    if is_tensorboard_available():
+        pytest.skip("it is installed")
+    with pytest.raises(ImportError, match="the extra tensorboard"):
+        train(base, processor, recipe, examples, tmp_path / "run", config=config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_every_step(base, processor, examples, tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    recipe, config = get_recipe("oft_vision", **QUICK), TrainConfig(max_steps=3, tensorboard=True)
+    run = train(base, processor, recipe, examples, tmp_path, config=config)
+    logged = accumulator.EventAccumulator(str(next(tmp_path.glob("runs/**/events*")).parent))
+    logged.Reload()
+    losses = [(event.step, event.value) for event in logged.Scalars("train/loss")]
+    assert losses == [(entry["step"], pytest.approx(entry["loss"], rel=1e-3)) for entry in run.history]
 
 
 def test_resuming_something_else_is_refused(processor, examples, tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback
+from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import get_last_checkpoint
 
 from vlftlib import runs
@@ -109,6 +110,7 @@ def train(
 
     Raises:
         FileExistsError: the folder holds a run already and `resume` is not set.
+        ImportError: TensorBoard is asked for and isn't installed.
         ValueError: there is no example to train on; graph mode without a fixed grid.
     """
     output, device = Path(output), model.device
@@ -119,6 +121,8 @@ def train(
         raise FileExistsError(f"{output} holds a completed run: there is nothing to resume")
     if config.graph_mode and grid_of(processor) is None:
         raise ValueError("graph_mode needs a fixed_grid (load_processor): else every new size of a picture is compiled anew")
+    if config.tensorboard and not is_tensorboard_available():
+        raise ImportError("logging for TensorBoard needs it installed: the extra tensorboard, or pip install tensorboard")
     dataset = VisionLanguageDataset(examples, processor, max_length=config.max_length)
     if not len(dataset):
         rejected = f": all {len(dataset.rejected)} were rejected, the first: {dataset.rejected[0]}" if dataset.rejected else ""
