@@ -351,7 +351,10 @@ def test_loading_into_adapted_layers_keeps_their_parameters(base, pristine, inpu
     save_adapters(model, tmp_path / "a")
     fresh = apply_recipe(copy.deepcopy(pristine), recipe)
     kept = [item.parameter for item in adapter_parameters(fresh)]
+    logits(fresh, inputs)
+    assert fresh in mapping._PLANS
     load_adapters(fresh, tmp_path / "a")
+    assert fresh not in mapping._PLANS  # nor its norm bounds: no step led to these values
     assert all(item.parameter is parameter for item, parameter in zip(adapter_parameters(fresh), kept))
     assert torch.equal(logits(fresh, inputs), logits(model, inputs))
     with pytest.raises(ValueError, match="has StoredAdapter.*size=16"):
@@ -582,6 +585,14 @@ def test_check_merge_passes_a_merge_and_leaves_no_trace(base, inputs, name, dtyp
     assert checked.passed and 0 < checked.difference < checked.bound < 0.2 * checked.largest
     assert model.training and not any(layer.merged for layer in adapters.adapted_modules(model).values())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_check_merge_puts_biases_back_too(base, inputs):
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(target_modules=["qkv"], lora_bias=True, init_lora_weights=False))
+    disturb(base)
+    before = {key: value.clone() for key, value in base.state_dict().items()}
+    assert check_merge(wrapped.get_base_model(), inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}).passed
+    assert all(torch.equal(value, before[key]) for key, value in base.state_dict().items())
 
 
 def test_check_merge_finds_one_layer_that_was_forgotten(base, inputs, monkeypatch):

@@ -203,7 +203,6 @@ def test_nothing_of_token_size_is_saved_beyond_the_input(form, tokens):
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
         layer(x)
-    batch_rotations(layer)
     held = [x, *layer.parameters()]
     saved = [t for pointer, t in saved.items() if pointer not in {h.untyped_storage().data_ptr() for h in held}]
     limit = 64 * (8 if form == "cayley" else 2 * 4) * 4
@@ -339,7 +338,8 @@ def test_merge_and_unmerge(form, scale, dtype):
         layer.unmerge()
 
 
-def test_merge_works_block_by_block():
+@pytest.mark.parametrize("form", FORMS)
+def test_merge_works_part_by_part(form, monkeypatch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -351,10 +351,13 @@ def test_merge_works_block_by_block():
                 self.made = max(self.made, result.numel())
             return result
 
-    layer = adapted(features=(64, 200))
-    with Largest() as largest:
-        layer.merge()
-    assert largest.made <= 200 * 8
+    monkeypatch.setattr("vlftlib.oft.ROWS_AT_ONCE", 16)
+    layer = adapted(form, features=(64, 200))
+    layer.base_layer.bfloat16()
+    for rewrite in (layer.merge, layer.unmerge):
+        with Largest() as largest:
+            rewrite()
+        assert largest.made <= max(200 * 8, 16 * 64)
 
 
 # ---- one map for a model
@@ -501,34 +504,77 @@ def test_a_frozen_tower_whose_input_needs_no_gradient():
     assert all(grad.abs().max() > 0 for grad in gradients(model, x))
 
 
-def test_the_norm_bound_waits_once_and_keeps_a_margin():
-    bound = mapping.NormBound()
+class OnDevice:
+    """The norms of an accelerator, as a `NormBound` reads them."""
 
-    class Device:  # a device whose norms arrive one call late
-        device = torch.device("cuda")
+    device, dtype = torch.device("cuda"), torch.float32
 
-        def __init__(self, norm):
-            self.norm = norm
+    def __init__(self, norm):
+        self.norm = norm
 
-        def amax(self):
-            return self
+    def amax(self):
+        return self
 
-        def sqrt(self):
-            return self
+    def sqrt(self):
+        return self
 
-        def item(self):
-            return self.norm
+    def item(self):
+        return self.norm
 
-    sent = []
-    bound._send = lambda largest: sent.append(largest.norm)
-    bound.arriving = torch.tensor(0.5)
-    bound.granted = 2
-    assert bound(Device(0.6)) == pytest.approx(2.0**2) and sent == [0.6]  # twice what it was, and one
-    bound.arriving.fill_(float("nan"))
-    assert bound(Device(0.7)) == pytest.approx(4.0**2) and sent == [0.6]  # still on its way: a wider margin, nothing new sent
-    bound.arriving.fill_(9)
-    with pytest.warns(UserWarning, match="jumped to a norm of 9"):
-        bound(Device(9))
+
+@pytest.fixture
+def late(monkeypatch):
+    """A norm bound of a device, whose `arrive` brings what was sent to the host."""
+    bound, full = mapping.NormBound(), torch.full
+    monkeypatch.setattr(torch, "full", lambda *args, pin_memory=False, **options: full(*args, **options))
+    monkeypatch.setattr(bound, "_send", lambda largest: bound.arriving.fill_(-1) and setattr(bound, "sent_norm", largest.norm))
+    bound.arrive = lambda: bound.arriving.fill_(bound.sent_norm)
+    return bound
+
+
+def test_the_norm_bound_keeps_a_margin_for_each_step_since(late):
+    assert late(OnDevice(0.5)) == pytest.approx(2.0**2)  # read at once: twice that and one
+    late.arrive()
+    assert late(OnDevice(0.6)) == pytest.approx(2.0**2)
+    assert late(OnDevice(0.7)) == pytest.approx(4.0**2)  # nothing new: a step more of margin
+    late.arrive()
+    assert late(OnDevice(0.8)) == pytest.approx((4 * 0.6 + 2) ** 2)  # of two steps ago
+    late.arrive()
+    assert late(OnDevice(0.9)) == pytest.approx((2 * 0.8 + 1) ** 2)
+    late.arriving.fill_(9)
+    with pytest.warns(UserWarning, match="jumped to a norm of 9 where at most 2.6 was expected"):
+        late(OnDevice(9))
+
+
+def test_a_norm_bound_that_hears_nothing_or_nan_stays_a_number(late):
+    bounds = [late(OnDevice(0.5)) for _ in range(3000)]
+    assert bounds == sorted(bounds) and bounds[-1] < float("inf")
+    late.arriving.fill_(float("nan"))
+    late(OnDevice(0.5))
+    late.arrive()
+    assert late(OnDevice(0.5)) == pytest.approx(2.0**2)  # parameters that were mended are believed
+
+
+@pytest.mark.parametrize("by", ["load_state_dict", "batch_rotations"])
+def test_norm_bounds_begin_anew_after_parameters_were_set(by, maps):
+    model = network()
+    batch_rotations(model)
+    x = torch.randn(5, 16)
+    gradients(model, x)
+    with torch.no_grad():
+        model(x)
+        for layer in (model[0], model[2], model[4]):
+            layer.oft_R.data.add_(3 * torch.randn_like(layer.oft_R))  # past the version counter
+    bounds = {*mapping._PLANS[model].norm_bounds.values(), *(layer.slot.norm_bound for layer in model[::2])}
+    if by == "load_state_dict":
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+    else:
+        batch_rotations(model)
+    maps.clear()
+    with torch.no_grad():
+        y = model(x)
+    assert maps == [3] and torch.allclose(y, nn.Sequential(*copy.deepcopy(model))(x), atol=1e-5)
+    assert bounds.isdisjoint({*mapping._PLANS[model].norm_bounds.values(), *(layer.slot.norm_bound for layer in model[::2])})
 
 
 def test_rotations_stay_orthogonal_over_large_steps():

@@ -146,6 +146,13 @@ def test_iterations_follow_from_the_norm():
     counts = [cayley_iterations(norm) for norm in (0, 0.1, 1, 10, 1e6)]
     assert counts == sorted(counts) and counts[0] == 0 and counts[1] <= 1 and counts[3] <= 6 and counts[4] == MAX_ITERATIONS
     assert cayley_iterations(1, f64) > cayley_iterations(1)
+    assert cayley_iterations(float("nan")) == MAX_ITERATIONS  # of one block: the others of its batch are mapped all the same
+
+
+def test_one_broken_block_spoils_no_other():
+    skew = torch.stack([skew_of("random", 16, 3)[0], torch.full((16, 16), float("nan"))])
+    rotations = cayley(skew)
+    assert orthogonality_error(rotations[:1]) < 2e-6 and rotations[1].isnan().all()
 
 
 def test_skew_packing_is_row_major_and_reversible():
@@ -245,6 +252,22 @@ def test_neumann_warns_where_it_is_no_rotation():
         cayley_neumann(skew_of("random", 64, 0.5))
     with pytest.raises(ValueError, match="at least 1 term, got 0"):
         cayley_neumann(torch.zeros(2, 2), 0)
+
+
+def test_a_precision_that_is_inherited_stays_inherited():
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch has one precision for all backends")
+    skew, before = skew_of("random", 64, 3), torch.backends.mkldnn.fp32_precision
+    own = matmul.fp32_precision
+    try:
+        matmul.fp32_precision, torch.backends.mkldnn.fp32_precision = "none", "bf16"
+        assert orthogonality_error(cayley(skew)) < 2e-6
+        assert matmul.fp32_precision == "bf16"
+        torch.backends.mkldnn.fp32_precision = "ieee"
+        assert matmul.fp32_precision == "ieee"
+    finally:
+        matmul.fp32_precision, torch.backends.mkldnn.fp32_precision = own, before
 
 
 def test_full_precision_is_restored_after_an_error(precision):

@@ -24,41 +24,36 @@ class NormBound:
     """A number on the host that is not below the largest |Q|^2, without waiting for the device.
 
     On an accelerator each map sends its norm to pinned memory and the next map, one optimizer step later, reads what has
-    arrived (not-a-number: not yet) with a margin for what that step may add. Only the first map waits.
+    arrived (negative: not yet) with a margin for what each step since then may add. Only the first map waits.
     """
 
     def __init__(self):
         self.arriving: Tensor | None = None
-        self.norm = self.granted = 0.0
-        self.age = 0
+        self.norm, self.granted = 0.0, math.inf
+        self.age = self.sent = 0  # maps since the norm was taken, and since one was sent
 
     def __call__(self, bound: Tensor) -> float:
         largest = bound.amax().sqrt()
         if largest.device.type == "cpu":
             return largest.item() ** 2
         if self.arriving is None:
-            self.norm, self.age = largest.item(), 0
-            self.arriving = torch.empty((), dtype=largest.dtype, pin_memory=True)
-            self._send(largest)
-            self.granted = self.norm
-            return self.norm**2
+            self.arriving = torch.full((), largest.item(), dtype=largest.dtype, pin_memory=True)
+        self.age, self.sent = self.age + 1, self.sent + 1
         arrived = self.arriving.item()
-        if math.isnan(arrived):
-            self.age += 1
-        else:
+        if not arrived < 0:
             if arrived > self.granted:
                 warnings.warn(
                     f"OFT parameters jumped to a norm of {arrived:.2g} where at most {self.granted:.2g} was expected, so the "
                     f"last forward's rotations had not converged; call batch_rotations(model) after changing them by hand",
                     stacklevel=2,
                 )
-            self.norm, self.age = arrived, 1
+            self.norm, self.age, self.sent = arrived, self.sent, 0
             self._send(largest)
-        self.granted = 2**self.age * self.norm + self.age
+        self.granted = 2 ** min(self.age, 16) * self.norm + self.age
         return self.granted**2
 
     def _send(self, largest: Tensor) -> None:
-        self.arriving.fill_(math.nan)
+        self.arriving.fill_(-1)
         self.arriving.copy_(largest, non_blocking=True)
 
 
@@ -229,9 +224,19 @@ def batch_rotations(model: nn.Module) -> None:
         model: the module whose call starts a forward.
     """
     _PLANS.pop(model, None)
+    for module in model.modules():
+        if isinstance(getattr(module, "slot", None), Slot):
+            module.slot.state, module.slot.norm_bound = None, NormBound()
     if _before_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_before_forward)
         model.register_forward_hook(_after_forward, always_call=True)
+
+
+def parameters_were_loaded(layer: nn.Module, incompatible_keys) -> None:
+    """After `load_state_dict`: norms may be far from those of the last step."""
+    layer.slot.norm_bound = NormBound()
+    for plan in _PLANS.values():
+        plan.norm_bounds.clear()
 
 
 @torch.compiler.disable

@@ -103,7 +103,7 @@ def check_merge(model: nn.Module, batch: Mapping[str, Tensor]) -> MergeCheck:
         ValueError: as `merge_adapters`.
     """
     layers = _layers_to_merge(model, merged=False)
-    kept = {path: layer.base_layer.weight.detach().clone() for path, layer in layers.items()}
+    kept = [(p, p.detach().clone()) for layer in layers.values() for p in layer.base_layer.parameters()]  # LoRA may have a bias
     mode = model.training
     model.eval()
     try:
@@ -114,8 +114,9 @@ def check_merge(model: nn.Module, batch: Mapping[str, Tensor]) -> MergeCheck:
         return compare_logits(adapted, merged, merged, batch_logits(model, batch))
     finally:
         with torch.no_grad():
-            for path, layer in layers.items():
-                layer.base_layer.weight.copy_(kept[path])
+            for parameter, value in kept:
+                parameter.copy_(value)
+            for layer in layers.values():
                 if isinstance(layer, OFTLinear):
                     layer.merged = False
                 else:

@@ -10,11 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from vlftlib.mapping import Slot, map_alone, map_layers, refuse_reentrant_checkpointing
+from vlftlib.mapping import Slot, map_alone, map_layers, parameters_were_loaded, refuse_reentrant_checkpointing
 from vlftlib.orthogonal import full_precision
 from vlftlib.rotating import LinearOfRotatedWeight, RotateInput, base_forward, rotate_by_any, wide
 
 INSIDE = "an adapter can't be put inside another's base_layer (PEFT's target_modules must not reach it, as all-linear does)"
+
+
+ROWS_AT_ONCE = 512  # of a weight that Householder reflections are merged into
 
 
 class OFTLinear(nn.Module):
@@ -83,6 +86,7 @@ class OFTLinear(nn.Module):
         self.oft_R = nn.Parameter(torch.zeros(1 if block_share else shape[0], shape[1], dtype=torch.float32, device=device))
         self.register_parameter("oft_scale", nn.Parameter(torch.ones((), device=device)) if scale else None)
         self.slot = Slot()
+        self.register_load_state_dict_post_hook(parameters_were_loaded)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -152,7 +156,7 @@ class OFTLinear(nn.Module):
         return factors[0] + torch.eye(self.block_size, dtype=dtype, device=self.oft_R.device)
 
     def merge(self) -> None:
-        """Write s W R^T into the base layer, block by block in float32.
+        """Write s W R^T into the base layer, in float32, block by block or some rows at once.
 
         Raises:
             RuntimeError: merged already.
@@ -192,9 +196,10 @@ class OFTLinear(nn.Module):
                     else:
                         columns.copy_(torch.linalg.solve(block.to(exact.dtype), scale * exact.mT).mT)
             else:
-                exact = weight.to(wide(weight.dtype))
-                left, right = (factor.to(exact.dtype) for factor in (rotation[::-1] if merging else rotation))
-                weight.copy_(torch.addmm(exact, exact @ left, right.mT, alpha=-1).mul_(scale))
+                left, right = (factor.to(wide(weight.dtype)) for factor in (rotation[::-1] if merging else rotation))
+                for rows in weight.split(ROWS_AT_ONCE):
+                    exact = rows.to(left.dtype)
+                    rows.copy_(torch.addmm(exact, exact @ left, right.mT, alpha=-1).mul_(scale))
         self.merged = merging
 
     def extra_repr(self) -> str:

@@ -33,7 +33,7 @@ def full_precision(device: torch.device):
     backends = [getattr(b, "matmul", b) for b in backends]
     with torch.autocast(device.type, enabled=False):
         if backends:
-            before = [b.fp32_precision for b in backends]
+            before = [_own_precision(backend) for backend in backends]
             try:
                 for backend in backends:
                     backend.fp32_precision = "ieee"
@@ -48,6 +48,12 @@ def full_precision(device: torch.device):
                 yield
             finally:
                 torch.set_float32_matmul_precision(before)
+
+
+def _own_precision(backend) -> str:
+    """A backend's own setting, "none" where it inherits (which reads as what it inherits); it inherits from here on."""
+    precision, backend.fp32_precision = backend.fp32_precision, "none"
+    return "none" if backend.fp32_precision == precision else precision
 
 
 @lru_cache(maxsize=32)
@@ -87,9 +93,9 @@ def pack_skew(skew: Tensor) -> Tensor:
 
 
 def cayley_iterations(norm: float, dtype: torch.dtype = torch.float32) -> int:
-    """Iterations that `cayley` needs at a spectral norm of Q: 1 at 0.1, 3 at 1, 6 at 10, at most MAX_ITERATIONS."""
+    """Iterations that `cayley` needs at a spectral norm of Q: 1 at 0.1, 3 at 1, 6 at 10, MAX_ITERATIONS at 1,000 and for NaN."""
     error, count = norm**2 / (2 + norm**2), 0
-    while error > math.sqrt(torch.finfo(dtype).eps) and count < MAX_ITERATIONS:
+    while not error <= math.sqrt(torch.finfo(dtype).eps) and count < MAX_ITERATIONS:
         error, count = error**2 / (2 - error**2), count + 1
     return count
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import vlftlib
 from vlftlib.attach import adapted_modules, adapter_parameters, add_lora, add_oft, check_free, some
+from vlftlib.mapping import batch_rotations
 from vlftlib.oft import OFTLinear
 from vlftlib.orthogonal import NEUMANN_ERROR, orthogonality_error
 from vlftlib.peft_files import CONFIG, StoredAdapter, check_config, is_target, read_folder, write_folder
@@ -208,6 +209,8 @@ def load_adapters(model: nn.Module, path: str | os.PathLike) -> nn.Module:
                 parameter.copy_(adapter.tensors[name])
             if scale is not None:
                 layer.oft_scale.fill_(scale)
+    if any(adapter.kind != "lora" for adapter, _ in found.values()):
+        batch_rotations(model)  # norms that no step led to
     _warn_of_no_rotations({where: model.get_submodule(where) for where in found})
     return model
 
