@@ -116,7 +116,7 @@ def test_the_command_line_gives_no_times(draw_examples, tmp_path):
     for folder in (tuned, evaluated):
         run, text = load_run(folder), (folder / "run.json").read_text()
         assert run.setup["environment"]["device"] == "npu (rehearsal)" and run.evaluation("test")["examples"] == 2
-        assert not any(f'{unit}":' in text for unit in ("_s", "_per_second", "_share"))
+        assert not any(f'{unit}":' in text for unit in ("_s", "_per_second", "wait_share"))
     assert load_run(tuned).history[0]["loss_scale"] == 2**16
     assert load_run(tuned).evaluation("test")["accuracy"] == load_run(evaluated).evaluation("test")["accuracy"]
 
