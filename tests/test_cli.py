@@ -162,8 +162,10 @@ def test_a_full_disk_is_said_and_recorded(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("vlftlib.trainer.save_adapters", full)
     words = ["--recipe", "oft_vision", "--data", str(data), "--output", str(tmp_path / "run"), *QUICK]
     assert main(["train", *words]) == 1
-    assert "error: [Errno 28] No space left on device" in capsys.readouterr().err
-    assert load_run(tmp_path / "run").outcome.startswith("failed at step 2: OSError: [Errno 28]")
+    message = f"the adapters can't be written to {tmp_path / 'run'}, where "
+    err = capsys.readouterr().err
+    assert f"error: {message}" in err and "MB are free: [Errno 28] No space left on device" in err and "kept: checkpoint-2" in err
+    assert load_run(tmp_path / "run").outcome.startswith(f"failed at step 2: OSError: {message}")
 
 
 def test_operators_checks_parts_and_attention(capsys):

@@ -2,6 +2,9 @@ import contextlib
 import copy
 import json
 import os
+import re
+import resource
+import shutil
 import signal
 import warnings
 
@@ -12,9 +15,10 @@ from transformers.integrations import is_tensorboard_available
 from vlftlib.adapters import adapter_parameters, apply_recipe, load_adapters
 from vlftlib.dataset import VisionLanguageCollator, VisionLanguageDataset, labelled_only
 from vlftlib.forms import Example
-from vlftlib.models import TINY_BASE, load_model
+from vlftlib.models import TINY_BASE, load_model, load_processor
 from vlftlib.recipes import get_recipe
-from vlftlib.runs import load_run
+from vlftlib.runs import RunRecord, load_run
+from vlftlib.stages import plan_stages, stage_schedule
 from vlftlib.trainer import RecipeTrainer, TrainConfig, train
 from vlftlib.watch import NonFinite, Watch
 
@@ -71,23 +75,6 @@ def test_a_run_is_the_same_again(processor, examples, tmp_path):
         train(model, processor, recipe, examples, tmp_path / str(i), config=TrainConfig(max_steps=2))
     first, second = map(weights, models)
     assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-def test_resume_goes_on_exactly(processor, examples, tmp_path, monkeypatch):
-    """With dropout, accumulation and a stop in the middle of an epoch."""
-    recipe = get_recipe("lora_text", batch_size=2, gradient_accumulation_steps=2, dropout=0.1)
-    config = TrainConfig(max_steps=5, save_steps=2)
-    whole, broken, resumed = (load_model(TINY_BASE) for _ in range(3))
-    run = train(whole, processor, recipe, examples, tmp_path / "whole", config=config)
-    with monkeypatch.context() as patch:
-        stop_at(patch, 3, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            train(broken, processor, recipe, examples, tmp_path / "broken", config=config)
-    assert load_run(tmp_path / "broken").outcome == "interrupted at step 3"
-    again = train(resumed, processor, recipe, examples, tmp_path / "broken", config=config, resume=True)
-    assert again.outcome == "completed"
-    assert [entry["loss"] for entry in again.history] == [entry["loss"] for entry in run.history]
-    assert all(torch.equal(value, weights(whole)[key]) for key, value in weights(resumed).items())
 
 
 @pytest.mark.parametrize("name", ["lora_text_vision", "oft_vision", "hybrid_staged"])
@@ -242,6 +229,8 @@ def test_a_scalers_skips_are_no_fault_but_eight_in_a_row_are(processor, examples
     assert [entry["step"] for entry in run.history if "event" in entry] == [2, 3]
     assert run.history[1]["event"] == "skipped: overflow in fp16, the loss scale is now 32768"
     assert len(run.history[1]["rows"]) == 4
+    shape = stage_schedule(recipe, plan_stages(recipe, 4, 4))  # a skipped step counts, or stages would begin with others' rates
+    assert [entry["learning_rate"] for entry in run.history] == pytest.approx([1e-4 * shape(done) for done in range(4)])
     scaled(monkeypatch, overflows=range(1, 20))
     with pytest.raises(NonFinite, match="step 9: 8 skipped steps in a row; the last: overflow in fp16.* 256, rows "):
         train(load_model(TINY_BASE), processor, recipe, examples, tmp_path / "all", config=TrainConfig(max_steps=20))
@@ -260,22 +249,60 @@ def test_a_loss_that_is_not_finite_is_a_fault_whatever_the_scale(choice, base, p
     assert all(not item.parameter.any() for item in adapter_parameters(base))
 
 
-def test_a_killed_write_is_never_the_newest_checkpoint(processor, examples, tmp_path, monkeypatch):
-    recipe, config = get_recipe("oft_vision", **QUICK), TrainConfig(max_steps=3, save_steps=1)
+@pytest.mark.parametrize("room", [1_000, 100_000], ids=["for nothing", "for the adapters alone"])
+def test_a_full_disk_stops_the_run_and_spoils_no_checkpoint(room, processor, examples, tmp_path, monkeypatch):
+    """Files that can't grow any more fail as on a full disk: inside safetensors, and inside torch.save."""
+    recipe, config = get_recipe("oft_vision", **QUICK), TrainConfig(max_steps=4, save_steps=1)
+    whole = train(load_model(TINY_BASE), processor, recipe, examples, tmp_path / "whole", config=config)
+    original, limits = RecipeTrainer._save_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save(self, *words):
+        if self.state.global_step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            original(self, *words)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    output = tmp_path / "full"
+    message = f"step 3: the checkpoint can't be written to {output}, where [0-9.,]+ MB are free: .+; "
+    message += "kept: checkpoint-1, checkpoint-2, and --resume goes on from the last"
     with monkeypatch.context() as patch:
-        original = RecipeTrainer._save_rng_state
+        patch.setattr(RecipeTrainer, "_save_checkpoint", save)
+        with pytest.raises(OSError, match=message):
+            train(load_model(TINY_BASE), processor, recipe, examples, output, config=config)
+    assert re.match(f"failed at step 3: OSError: {message}", load_run(output).outcome)
+    assert {path.name for path in output.iterdir()} == {"checkpoint-1", "checkpoint-2", "run.json"}
+    run = train(load_model(TINY_BASE), processor, recipe, examples, output, config=config, resume=True)
+    assert [entry["loss"] for entry in run.history] == [entry["loss"] for entry in whole.history]
 
-        def die(self, folder):
-            if self.state.global_step == 2:
-                raise OSError(28, "No space left on device")
-            original(self, folder)
 
-        patch.setattr(RecipeTrainer, "_save_rng_state", die)
-        with pytest.raises(OSError):
-            train(load_model(TINY_BASE), processor, recipe, examples, tmp_path, config=config)
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint-1"]
-    run = train(load_model(TINY_BASE), processor, recipe, examples, tmp_path, config=config, resume=True)
-    assert [entry["step"] for entry in run.history] == [1, 2, 3]
+def test_a_disk_without_room_for_the_record_hides_no_error(base, processor, examples, tmp_path, monkeypatch):
+    stop_at(monkeypatch, 1, ValueError("what was wrong"))
+    save = RunRecord.save
+
+    def full(self, folder):
+        if self.outcome != "running":
+            raise OSError(28, "No space left on device")
+        return save(self, folder)
+
+    monkeypatch.setattr(RunRecord, "save", full)
+    with pytest.raises(ValueError, match="what was wrong") as fault:
+        train(base, processor, get_recipe("oft_vision", **QUICK), examples, tmp_path, config=TrainConfig(max_steps=3))
+    assert "No space left" in str(fault.value.__cause__) and load_run(tmp_path).outcome == "running"
+
+
+def test_a_run_killed_after_its_last_step_trains_no_further(processor, examples, tmp_path, monkeypatch):
+    """In the middle of an epoch, where a resumed Trainer would go on."""
+    recipe, config = get_recipe("oft_vision", batch_size=2, gradient_accumulation_steps=2), TrainConfig(max_steps=3)
+    first, second = load_model(TINY_BASE), load_model(TINY_BASE)
+    with monkeypatch.context() as patch:
+        patch.setattr("vlftlib.trainer.save_adapters", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(first, processor, recipe, examples, tmp_path, config=config)
+    run = train(second, processor, recipe, examples, tmp_path, config=config, resume=True)
+    assert run.outcome == "completed" and [entry["step"] for entry in run.history] == [1, 2, 3]
+    assert all(torch.equal(value, weights(second)[name]) for name, value in weights(first).items())
 
 
 def test_jumps_are_noted_with_their_rows():
@@ -342,7 +369,7 @@ def test_tensorboard_is_asked_for_by_name(base, processor, examples, tmp_path):
     recipe, config = get_recipe("oft_vision", **QUICK), TrainConfig(max_steps=1, tensorboard=True)
     if is_tensorboard_available():
         pytest.skip("it is installed")
-    with pytest.raises(ImportError, match="the extra tensorboard"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'vlftlib\[tensorboard\]'"):
         train(base, processor, recipe, examples, tmp_path / "run", config=config)
     assert not (tmp_path / "run").exists()
 
@@ -359,22 +386,42 @@ def test_tensorboard_gets_every_step(base, processor, examples, tmp_path):
 
 
 def test_resuming_something_else_is_refused(processor, examples, tmp_path, monkeypatch):
-    recipe, config = get_recipe("oft_vision", **QUICK), TrainConfig(max_steps=3, save_steps=1)
+    recipe, config, output = get_recipe("oft_vision", **QUICK), TrainConfig(max_steps=3, save_steps=1), tmp_path / "run"
+    shutil.copytree(TINY_BASE, tmp_path / "other")
+    with (tmp_path / "other" / "model.safetensors").open("r+b") as file:
+        file.seek(-(2**20), os.SEEK_END)
+        file.write(bytes(2**20))
     with monkeypatch.context() as patch:
         stop_at(patch, 1, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
-            train(load_model(TINY_BASE), processor, recipe, examples, tmp_path, config=config, data={"hash": "a"})
-    again = dict(recipe=recipe, examples=examples, config=config, data={"hash": "a"})
+            train(load_model(TINY_BASE), processor, recipe, examples, output, config=config)
+    again = dict(processor=processor, recipe=recipe, examples=examples, output=output, config=config, resume=True)
     for change, message in (
         (dict(recipe=get_recipe("oft_vision", **QUICK, learning_rate=1e-3)), "another recipe.learning_rate: 0.0001 there, 0.001"),
         (dict(recipe=get_recipe("lora_text", **QUICK)), "another recipe.name"),
+        (dict(recipe=get_recipe("oft_vision", **QUICK, precision="bf16")), "another recipe.precision: None there, 'bf16' here"),
         (dict(config=TrainConfig(max_steps=9)), "another config.max_steps: 3 there, 9 here"),
-        (dict(examples=examples[:8]), "another examples: 16 there, 8 here"),
-        (dict(data={"hash": "b"}), "another data: 'a' there, 'b' here"),
+        (dict(examples=examples[:8]), "another data: '[0-9a-f]{16}' there, '[0-9a-f]{16}' here"),
+        (dict(examples=examples[::-1]), "another data: "),
+        (dict(data={"hash": "a"}), "another data: '[0-9a-f]{16}' there, 'a' here"),
+        (dict(processor=load_processor(TINY_BASE, min_pixels=3136)), "another processor.min_pixels: 12544 there, 3136 here"),
+        (dict(model=load_model(tmp_path / "other")), "another model: '[0-9a-f]{16}' there, '[0-9a-f]{16}' here"),
     ):
-        with pytest.raises(ValueError, match=message):
-            train(load_model(TINY_BASE), processor, output=tmp_path, resume=True, **again | change)
-    assert train(load_model(TINY_BASE), processor, output=tmp_path, resume=True, **again).outcome == "completed"
+        with pytest.raises(ValueError, match=f"can't be resumed with {message}"):
+            train(**dict(model=load_model(TINY_BASE)) | again | change)
+    monkeypatch.setattr("transformers.TrainingArguments.world_size", 2)
+    with pytest.raises(ValueError, match="another number of processes: 1 there, 2 here"):
+        train(load_model(TINY_BASE), **again)
+    monkeypatch.undo()
+    assert train(load_model(TINY_BASE), **again).outcome == "completed"
+
+
+def test_checkpoints_of_nobody_knows_what_are_not_touched(base, processor, examples, tmp_path):
+    (tmp_path / "checkpoint-7").mkdir()
+    for resume in (False, True):
+        with pytest.raises(FileNotFoundError, match="checkpoint-7 has no run.json beside it"):
+            train(base, processor, get_recipe("oft_vision"), examples, tmp_path, resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-7"]
 
 
 def test_evaluation_at_chosen_steps_changes_nothing(processor, examples, tmp_path):

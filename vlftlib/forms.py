@@ -5,11 +5,13 @@ to the tag (Qwen's own scripts drop it too): a model sees a picture and text, ne
 content parts, `<image>` is text like any other.
 """
 
+import hashlib
+import json
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 IMAGE_TAG = re.compile(r"(?:\r?\n)?<image>(?:\r?\n)?")
@@ -44,6 +46,12 @@ class Example:
     def picture_names(self) -> list[str]:
         """The pictures without their folders, which differ by machine; an embedded one is its own name."""
         return [image if image.startswith("data:") else os.path.basename(image) for image in self.images]
+
+
+def hash_examples(parts: Mapping[str, Sequence[Example]]) -> str:
+    """Sixteen hexadecimal digits over the texts, pictures' names and order of a data set's parts."""
+    rows = [(name, example.picture_names, example.messages) for name, part in parts.items() for example in part]
+    return hashlib.sha256(json.dumps(rows, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ products under a dim, warm lamp through a cheap, slightly unsharp camera: that i
 """
 
 import functools
-import hashlib
 import importlib.util
 import json
 import math
@@ -25,7 +24,7 @@ from tqdm.auto import tqdm
 
 from vlftlib.duplicates import Duplicates, find_duplicates, split_examples
 from vlftlib.evaluation import parse_answer
-from vlftlib.forms import Example, Rejection
+from vlftlib.forms import Example, Rejection, hash_examples
 from vlftlib.reading import LoadedExamples, load_examples
 
 DATA = Path(__file__).parent.parent / "data"
@@ -259,16 +258,10 @@ class Splits:
 
     def describe(self) -> dict:
         """For a run record: name, counts, the question that the training part asks first, and a hash of all rows."""
-        rows = [
-            (name, example.picture_names, example.messages)
-            for name, part in self.parts.items()
-            for example in part
-        ]
         first = next(iter(self.parts["train"]), None)
         question = first and "".join(part.get("text", "") for part in first.messages[0]["content"])
-        digest = hashlib.sha256(json.dumps(rows, ensure_ascii=False).encode("utf-8", "surrogatepass"))
-        counts = {name: len(part) for name, part in self.parts.items()}
-        return dict(name=self.name, counts=counts, rejected=len(self.rejected), question=question, hash=digest.hexdigest()[:16])
+        counts, digest = {name: len(part) for name, part in self.parts.items()}, hash_examples(self.parts)
+        return dict(name=self.name, counts=counts, rejected=len(self.rejected), question=question, hash=digest)
 
 
 def load_parts(data: str | os.PathLike, root: str | os.PathLike | None = None) -> dict[str, LoadedExamples]:

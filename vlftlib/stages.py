@@ -1,6 +1,7 @@
 """A recipe's stages and AdamW settings, as the Trainer needs them: where a stage ends, what trains in it, how fast."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -132,7 +133,12 @@ class StageSwitch(TrainerCallback):
         self.now: tuple | None = None
         self.trained: set[str] = set()
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(self, args, state, control, lr_scheduler=None, **kwargs):
+        if lr_scheduler.last_epoch != state.global_step:  # the Trainer leaves it behind where a loss scale skips a step
+            lr_scheduler.last_epoch = state.global_step - 1
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # of a run whose first step was skipped
+                lr_scheduler.step()
         place = stage_at(state.global_step, self.spans)
         span, self.watch.stage = self.spans[place], place + 1
         wanted = span.stage, span.frozen_blocks(state.global_step)

@@ -2,7 +2,6 @@
 
 Unusual here: all adapters are in the optimizer from the start, and a stage only switches which of them get gradients (AdamW
 leaves a parameter without one as it is); so one Trainer, one count of steps and its own exact resume serve every recipe.
-Checkpoints hold the trainable tensors, never the base.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,31 +19,27 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.trainer_callback import PrinterCallback
+from transformers import TrainingArguments
 from transformers.integrations import is_tensorboard_available
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_callback import PrinterCallback
 
 from vlftlib import runs
 from vlftlib.adapters import adapter_parameters, apply_recipe, count_parameters, save_adapters
 from vlftlib.callbacks import EvaluateAt, leave_on_signal
+from vlftlib.checkpoints import CheckpointedTrainer, checkpoints, writing
 from vlftlib.dataset import LengthGroupedOrder, VisionLanguageCollator, VisionLanguageDataset, labelled_only
 from vlftlib.devices import PlatformPolicy, apply_policy, platform_policy
 from vlftlib.evaluation import ANSWERS, evaluate, write_answers
-from vlftlib.forms import Example
+from vlftlib.forms import Example, hash_examples
 from vlftlib.graph_mode import TEXT_MULTIPLE, compiled
 from vlftlib.grids import grid_of
 from vlftlib.memory import checkpoint_blocks, peak_memory_bytes, reset_peak_memory
 from vlftlib.operators import operator_census
 from vlftlib.recipes import Recipe
-from vlftlib.sharding import check_sharding, split_like, split_state, whole, whole_adapters, whole_state
+from vlftlib.sharding import check_sharding, whole, whole_adapters
 from vlftlib.stages import StageSwitch, describe_groups, parameter_groups, plan_stages, stage_schedule
 from vlftlib.watch import NonFinite, Watch, in_any_process
 
-TRAINABLE, HISTORY = "trainable.safetensors", "history.json"
-KEPT = 2  # checkpoints
 IDENTITY = ("max_steps", "seed", "max_length", "group_by_length", "graph_mode")  # of a config: what a resumed run must share
 
 
@@ -110,7 +104,9 @@ def train(
 
     Raises:
         FileExistsError: the folder holds a run already and `resume` is not set.
-        ImportError: TensorBoard is asked for and isn't installed.
+        FileNotFoundError: the folder holds checkpoints without the record of the run that they belong to.
+        ModuleNotFoundError: TensorBoard is asked for and isn't installed.
+        OSError: a checkpoint or the adapters can't be written, as on a full disk; the checkpoints before stay.
         ValueError: there is no example to train on; graph mode without a fixed grid.
     """
     output, device = Path(output), model.device
@@ -122,7 +118,10 @@ def train(
     if config.graph_mode and grid_of(processor) is None:
         raise ValueError("graph_mode needs a fixed_grid (load_processor): else every new size of a picture is compiled anew")
     if config.tensorboard and not is_tensorboard_available():
-        raise ImportError("logging for TensorBoard needs it installed: the extra tensorboard, or pip install tensorboard")
+        raise ModuleNotFoundError("logging for TensorBoard needs it installed: pip install 'vlftlib[tensorboard]'")
+    saved = checkpoints(output)
+    if saved and not earlier:
+        raise FileNotFoundError(f"{saved[-1]} has no {runs.FILE} beside it that says of which run it is: choose another folder")
     dataset = VisionLanguageDataset(examples, processor, max_length=config.max_length)
     if not len(dataset):
         rejected = f": all {len(dataset.rejected)} were rejected, the first: {dataset.rejected[0]}" if dataset.rejected else ""
@@ -135,11 +134,9 @@ def train(
     apply_recipe(model, recipe, max_dropout=policy.max_dropout, seed=config.seed)
     counts = count_parameters(model)
     described = dict(data or {}) | dict(train=len(dataset), rejected=len(dataset.rejected))
+    described.setdefault("hash", hash_examples({"train": dataset.examples}))
     setup = runs.describe_run(model, processor, policy, recipe=describe_recipe(recipe), data=described)
     setup["config"] = json.loads(json.dumps(dataclasses.asdict(config)))
-    if earlier:
-        _check_same_run(earlier.setup, setup, output)
-    checkpoint = get_last_checkpoint(output) if resume and output.is_dir() else None
     measured = dict(trainable_parameters=counts.trainable, total_parameters=counts.total)
     began = time.perf_counter()
     watch = Watch(device)
@@ -148,6 +145,8 @@ def train(
     check_sharding(trainer.accelerator, model, [*examples, *itertools.chain(*parts.values())])
     trainer.add_callback(EvaluateAt(config.eval_steps, model, processor, parts.get("validation"), watch, metric))
     setup["environment"]["processes"] = trainer.args.world_size
+    if earlier:
+        _check_same_run(earlier.setup, setup, output)
     setup["stages"] = [span.as_dict() for span in trainer.spans]
     setup["optimizer_groups"] = describe_groups(model, recipe)
 
@@ -161,27 +160,25 @@ def train(
     try:
         graphs = compiled(model, policy.graph_backend) if config.graph_mode else contextlib.nullcontext()
         with _forward_dtype(model, setup), leave_on_signal(trainer) as left, graphs:
-            trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.train(resume_from_checkpoint=str(saved[-1]) if saved else None)
         if left.signal:
             raise KeyboardInterrupt
         measured |= watch.summary() | dict(peak_memory_bytes=peak_memory_bytes(device))
         measured["operators_per_step"] = trainer.count_operators()
         with whole_adapters(model):
             if trainer.is_world_process_zero():
-                save_adapters(model, output / "adapters")
+                with writing("the adapters", output):
+                    save_adapters(model, output / "adapters")
         final = [evaluate(model, processor, split, split=name, metric=metric) for name, split in parts.items()]
         watch.evaluations += [evaluation.as_dict(watch.step) for evaluation in final]
         if trainer.is_world_process_zero():
             write_answers(final, output / ANSWERS)
         measured["duration_s"] = time.perf_counter() - began
-    except KeyboardInterrupt:
-        record(f"{runs.INTERRUPTED} at step {watch.step}")
-        raise
-    except NonFinite as fault:
-        record(f"diverged at {fault}")
-        raise
-    except Exception as error:
-        record(f"failed at step {watch.step}: {type(error).__name__}: {error}")
+    except BaseException as error:
+        try:
+            record(_outcome(error, watch.step))
+        except OSError as full:  # a full disk holds no record either; what ended the run is the news
+            raise error from full
         raise
     finally:
         watch.close()
@@ -189,25 +186,32 @@ def train(
     return record(runs.COMPLETED)
 
 
+def _outcome(error: BaseException, step: int) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return f"{runs.INTERRUPTED} at step {step}"
+    return f"diverged at {error}" if isinstance(error, NonFinite) else f"failed at step {step}: {type(error).__name__}: {error}"
+
+
 def _check_same_run(earlier: dict, setup: dict, output: Path) -> None:
     """Resuming is exact, so it is refused where it couldn't be.
 
     Raises:
-        ValueError: another recipe, model, data set, seed or number of steps; the message gives both values.
+        ValueError: another recipe, model, data set, seed, precision, or number of steps or processes; the message gives both.
     """
 
     def identity(of: dict) -> dict:
         config = {f"config.{name}": of["config"].get(name, False) for name in IDENTITY}
         recipe = {f"recipe.{name}": value for name, value in of["recipe"].items() if name != "overrides"}
         model, data = of["model"], of["data"]
+        way = {"precision": of["policy"]["precision"], "number of processes": of["environment"].get("processes", 1)}
         processor = {f"processor.{name}": value for name, value in of.get("processor", {}).items()}
         base = processor | {"model": model["hash"], "weights": model.get("weights")}
-        return recipe | config | base | {"data": data.get("hash"), "examples": data["train"]}
+        return recipe | config | base | way | {"data": data.get("hash"), "examples": data["train"]}
 
     there, here = identity(earlier), identity(setup)
     for name in there:
-        if there[name] != here[name]:
-            raise ValueError(f"{output} can't be resumed with another {name}: {there[name]!r} there, {here[name]!r} here")
+        if there[name] != here.get(name):
+            raise ValueError(f"{output} can't be resumed with another {name}: {there[name]!r} there, {here.get(name)!r} here")
 
 
 def describe_recipe(recipe: Recipe) -> dict:
@@ -222,11 +226,11 @@ def _collate(collator: VisionLanguageCollator, items: Sequence[dict]) -> dict:
     return labelled_only(collator(items))
 
 
-class RecipeTrainer(Trainer):
-    """transformers' Trainer with a recipe's stages and rates, guards, and whole checkpoints of the adapters alone."""
+class RecipeTrainer(CheckpointedTrainer):
+    """transformers' Trainer with a recipe's stages and rates, guards, and checkpoints of the adapters alone."""
 
     def __init__(self, model, processor, recipe: Recipe, dataset, policy: PlatformPolicy, config: TrainConfig, output, watch):
-        self.recipe, self.config, self.watch, self.checkpoints = recipe, config, watch, Path(output)
+        self.recipe, self.config, self.watch = recipe, config, watch
         self.losses: list[torch.Tensor] = []
         if config.gradient_checkpointing:
             checkpoint_blocks(model)
@@ -367,64 +371,6 @@ class RecipeTrainer(Trainer):
         census = operator_census(step)
         self.model.zero_grad()
         return census.total
-
-    def _get_output_dir(self, trial) -> str:
-        return str(self.checkpoints)
-
-    def _save_checkpoint(self, model, trial) -> None:
-        """A checkpoint is written beside its place, flushed, and renamed: it is whole or it isn't there."""
-        output, name = self.checkpoints, f"checkpoint-{self.state.global_step}"
-        self.checkpoints = output / "partial"
-        try:
-            if self.args.should_save:
-                shutil.rmtree(self.checkpoints, ignore_errors=True)
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                for path in (self.checkpoints / name).iterdir():
-                    with path.open("rb") as file:
-                        os.fsync(file.fileno())
-                shutil.rmtree(output / name, ignore_errors=True)  # of an earlier run that this one repeats
-                (self.checkpoints / name).rename(output / name)
-                for path in sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))[:-KEPT]:
-                    shutil.rmtree(path)
-        finally:
-            if self.args.should_save:
-                shutil.rmtree(self.checkpoints, ignore_errors=True)
-            self.checkpoints = output
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        tensors = {item.name: whole(item.parameter.detach()).contiguous() for item in adapter_parameters(self.model)}
-        if not self.args.should_save:
-            return
-        folder = Path(output_dir or self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / TRAINABLE)
-        (folder / HISTORY).write_text(json.dumps(dict(history=self.watch.history, evaluations=self.watch.evaluations)))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.is_fsdp_enabled:
-            return super()._save_optimizer_and_scheduler(output_dir)
-        state = whole_state(self.optimizer)  # FSDP's own way saves the base too
-        if self.args.should_save:
-            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self.is_fsdp_enabled or checkpoint is None:
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        state = torch.load(Path(checkpoint) / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
-        self.optimizer.load_state_dict(split_state(state, self.optimizer))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        saved = load_file(Path(resume_from_checkpoint) / TRAINABLE)
-        with torch.no_grad():
-            for item in adapter_parameters(self.model):
-                item.parameter.copy_(split_like(saved[item.name], item.parameter))
-        kept = json.loads((Path(resume_from_checkpoint) / HISTORY).read_text())
-        self.watch.history, self.watch.evaluations = kept["history"], kept["evaluations"]
 
 
 @contextlib.contextmanager
