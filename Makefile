@@ -38,7 +38,7 @@ test-long: $(STAMP)  ## the slow tests, and those that need an extra
 lab: $(STAMP)  ## JupyterLab on the notebooks
 	$(VENV)/python -m jupyter lab notebooks
 
-benchmark: $(STAMP)  ## measure OFT, the data check, generation and the precisions: two hours on two quiet cores
+benchmark: $(STAMP)  ## measure OFT, the data check, generation and the precisions: over an hour on two quiet cores
 	for name in oft check generation precision; do $(VENV)/python -m vlftlib benchmark $$name --output data/reference/benchmarks || exit 1; done
 
 figures: $(STAMP)  ## draw figures/ and README's tables again from the records in data/reference

@@ -86,7 +86,7 @@ OWNERS = {
     "peft": {"attach", "merging", "oft_benchmark", "peft_files", "saving"},
     "matplotlib.pyplot": {"figures"},
     "seaborn": {"figures"},
-    "argparse": {"tiny_base"},
+    "argparse": {"arguments", "tiny_base"},
     "imagehash": {"copies"},
     "sklearn.metrics": {"evaluation"},
     "sacrebleu": {"evaluation"},
