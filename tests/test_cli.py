@@ -9,7 +9,7 @@ from vlftlib.__main__ import main
 from vlftlib.models import TINY_BASE, load_model, load_processor
 from vlftlib.reading import write_examples
 from vlftlib.recipes import TINY_BASE_OVERRIDES, get_recipe
-from vlftlib.runs import load_run
+from vlftlib.runs import load_run, without_times
 from vlftlib.samples import QUESTION, load_splits
 from vlftlib.trainer import TrainConfig, train
 
@@ -54,20 +54,19 @@ def test_train_is_the_notebooks_call(tuned, data, tmp_path):
         data=splits.describe(),
         metric=splits.metric,
     )
-    same = [_without_times(json.loads(json.dumps(dataclasses.asdict(record)))) for record in (run, load_run(tuned))]
-    assert same[0] == same[1] and same[0]["history"][1]["loss"]
+    assert _comparable(run) == _comparable(load_run(tuned)) and run.history[1]["loss"]
     files = [path / "adapters" / "oft-b64" / "adapter_model.safetensors" for path in (tmp_path / "run", tuned)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def _without_times(value):
-    """A record without what differs from one run to the next: times, rates, memory, dates."""
-    if isinstance(value, list):
-        return [_without_times(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    drop = ("_s", "_per_second", "_bytes", "_share", "written", "started", "date")
-    return {key: _without_times(item) for key, item in value.items() if not key.endswith(drop)}
+def _comparable(record):
+    """What doesn't differ from one run to the next: no times, nor memory."""
+    fields = json.loads(json.dumps(dataclasses.asdict(record)))
+    fields["setup"].pop("started")
+    for entry in (fields["measured"], *fields["history"]):
+        for name in ("memory_bytes", "peak_memory_bytes"):
+            entry.pop(name, None)
+    return fields | {key: without_times(fields[key]) for key in ("measured", "history", "evaluations")}
 
 
 def test_evaluate_and_predict_agree(tuned, data, tmp_path, capsys):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from vlftlib.checkpoints import checkpoints
 from vlftlib.runs import load_run
 
 TESTS = Path(__file__).parent
@@ -32,8 +33,8 @@ def start(folder: Path, output: Path, steps: int, moment: str = "never", amount:
     return status
 
 
-def checkpoints(output: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in output.glob("checkpoint-*"))
+def steps_saved(output: Path) -> list[int]:
+    return [int(path.name.removeprefix("checkpoint-")) for path in checkpoints(output)]
 
 
 def same(ours, theirs) -> bool:
@@ -61,9 +62,9 @@ def test_a_run_killed_at_random_moments_equals_one_that_was_not(kills, examples,
     parts = []
     assert start(tmp_path, whole, steps) == 0
     for number, (moment, amount) in enumerate(moments(kills, seed=6), 1):
-        before = checkpoints(killed)
+        before = steps_saved(killed)
         assert start(tmp_path, killed, steps, moment, amount) == -signal.SIGKILL
-        now, part = checkpoints(killed), [path.name for path in killed.glob("partial/*")]
+        now, part = steps_saved(killed), [path.name for path in killed.glob("partial/*")]
         assert len(now) <= 3 and now[-1:] >= before[-1:]  # two, and a third while the oldest is being removed
         parts += part
         with capsys.disabled():
@@ -75,7 +76,7 @@ def test_a_run_killed_at_random_moments_equals_one_that_was_not(kills, examples,
     exact = ("step", "loss", "grad_norm", "learning_rate", "stage", "images", "tokens")
     assert [[entry[key] for key in exact] for entry in again.history] == [[entry[key] for key in exact] for entry in once.history]
     assert [entry["step"] for entry in again.history] == list(range(1, steps + 1)) and once.history[-1]["stage"] == 2
-    assert not (killed / "partial").exists() and checkpoints(killed) == checkpoints(whole) == [steps - 1, steps]
+    assert not (killed / "partial").exists() and steps_saved(killed) == steps_saved(whole) == [steps - 1, steps]
     for name in (f"checkpoint-{steps}/trainable", "adapters/oft-b32/adapter_model", "adapters/lora/adapter_model"):
         assert same(*(load_file(output / f"{name}.safetensors") for output in (killed, whole)))
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):

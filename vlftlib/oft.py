@@ -15,8 +15,6 @@ from vlftlib.orthogonal import full_precision
 from vlftlib.rotating import LinearOfRotatedWeight, RotateInput, base_forward, rotate_by_any, wide
 
 INSIDE = "an adapter can't be put inside another's base_layer (PEFT's target_modules must not reach it, as all-linear does)"
-
-
 ROWS_AT_ONCE = 512  # of a weight that Householder reflections are merged into
 
 

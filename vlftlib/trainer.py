@@ -134,7 +134,8 @@ def train(
     apply_recipe(model, recipe, max_dropout=policy.max_dropout, seed=config.seed)
     counts = count_parameters(model)
     described = dict(data or {}) | dict(train=len(dataset), rejected=len(dataset.rejected))
-    described.setdefault("hash", hash_examples({"train": dataset.examples}))
+    if "hash" not in described:
+        described["hash"] = hash_examples({"train": dataset.examples})
     setup = runs.describe_run(model, processor, policy, recipe=describe_recipe(recipe), data=described)
     setup["config"] = json.loads(json.dumps(dataclasses.asdict(config)))
     measured = dict(trainable_parameters=counts.trainable, total_parameters=counts.total)

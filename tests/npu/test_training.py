@@ -73,8 +73,8 @@ def test_a_recipe_trains_on_the_npu_as_on_the_cpu(name, base, processor, example
     losses = [entry["loss"] for entry in on_cpu.history]
     assert found["bf16"][0] == pytest.approx(losses[0], rel=1e-3)
     # A later loss carries what the updates before it rounded, and that differs from one processor's bf16 to another's.
-    assert found["bf16"] == pytest.approx(losses, abs=0.05 * losses[0])
-    assert found["fp16"] == pytest.approx(losses, abs=0.05 * losses[0])
+    assert found["bf16"] == pytest.approx(losses, abs=0.02 * max(losses))
+    assert found["fp16"] == pytest.approx(losses, abs=0.02 * max(losses))
     assert (found["bf16 dtype"], found["fp16 dtype"]) == ("bfloat16", "float16")
     assert found["fp16 policy"]["loss_scale"] == 2**16 and found["fp16 policy"]["optimizer"] == "adamw_torch"
     assert found["environment"]["device"] == "npu (rehearsal)" and found["times"] == [] and found["merged"] is True
@@ -116,7 +116,8 @@ def test_the_command_line_gives_no_times(draw_examples, tmp_path):
     for folder in (tuned, evaluated):
         run, text = load_run(folder), (folder / "run.json").read_text()
         assert run.setup["environment"]["device"] == "npu (rehearsal)" and run.evaluation("test")["examples"] == 2
-        assert not any(f'{unit}":' in text for unit in ("_s", "_per_second", "wait_share"))
+        text = text.replace('"frozen_share":', "").replace('"block_share":', "")  # of a stage and of an adapter: settings
+        assert not any(f'{unit}":' in text for unit in ("_s", "_per_second", "_share"))
     assert load_run(tuned).history[0]["loss_scale"] == 2**16
     assert load_run(tuned).evaluation("test")["accuracy"] == load_run(evaluated).evaluation("test")["accuracy"]
 
